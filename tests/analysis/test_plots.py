@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.report import plot_run
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
@@ -118,17 +117,6 @@ def test_an_evaluation_is_recorded_with_its_checkpoint_and_duration(tmp_path: Pa
             append_evaluation(run, report, asked="a watcher's questions", seconds=4)
     append_evaluation(run, report, asked=WHILE_TRAINING, seconds=5)
     assert [record["seconds"] for record in read_jsonl(run.evals_jsonl)[2:]] == [3, 5]
-
-
-def test_depths_are_drawn_with_the_intervals_of_their_differences(drawn: list[Any], tmp_path: Path):
-    plot_depths(scored(1, 2), tmp_path)
-    assert drawn[0].get_suptitle().startswith("R = 2 is best in 1 of 1 panels")
-    axes = drawn[0].axes[0]
-    (points, _, (bars,)) = axes.containers[0].lines
-    assert [*points.get_ydata()] == [2.5, 2.25]
-    # Both documents change alike, although they differ far more.
-    ends = [segment[:, 1].tolist() for segment in bars.get_segments()]
-    assert ends == [pytest.approx([2.5, 2.5]), pytest.approx([2.25, 2.25])]
 
 
 def test_several_runs_are_drawn_beside_each_other(drawn: list[Any], tmp_path: Path, capsys):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
-from titan_loop.analysis.results_plots import draw_table
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
@@ -214,28 +213,6 @@ def test_only_changed_code_makes_a_commit_unclean(tmp_path, monkeypatch):
     write_text(tmp_path / kept[2], "2\n")
     assert source_commit() == f"{commit}-dirty"
     assert not is_clean(source_commit())
-
-
-def test_points_stand_at_their_means_with_bars_and_two_seeds_are_hollow(monkeypatch, tmp_path):
-    figures: list = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda f, *_: figures.append(f))
-    found = results_of(looped={1: 0.5, 2: 0.51, 3: 0.505}, not_looped={1: 0.25, 2: 0.35})
-    mean, _ = TABLE.mean(found, "looped", "8") or (None, 0)
-    assert mean is not None
-    message = "{looped|8} % beside {not|2} %"
-    draw_table(replace(TABLE, message=message), found, tmp_path / "x.png")
-    assert figures[0].get_suptitle() == "50.5 % beside – %"
-    (axes,) = figures[0].axes
-    lines = [container.lines for container in axes.containers]
-    (point, _, (bars,)), (twice, _, (none,)) = lines
-    assert ([*point.get_xdata()], [*point.get_ydata()], [*twice.get_ydata()]) == ([8], [50.5], [30])
-    assert bars.get_segments()[0][:, 1].tolist() == pytest.approx([mean.low, mean.high])
-    assert none.get_segments()[0][:, 1].tolist() == [30, 30]  # no bar
-    assert twice.get_markerfacecolor() == "white" != point.get_markerfacecolor()
-    draw_table(replace(TABLE, columns_are="", paper={"looped": {"8": 97.62}}), found, tmp_path)
-    panel = figures[1].axes[1]
-    assert [*panel.lines[1].get_xdata()] == [97.62]
-    assert panel.get_xlabel() == "% solved; diamonds: the paper"
 
 
 @pytest.mark.parametrize(

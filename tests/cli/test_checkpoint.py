@@ -138,6 +138,26 @@ def test_diff(checkpoints, call):
     ]
     same = call("diff", checkpoints.parent, checkpoints / "step-6")
     assert (same.code, same.out) == (0, "0 differences, 5 entries in both\n")
+    others: list[dict[str, Any]] = [
+        {"added": 1, "kind": 2, "shape": torch.ones(2, 3), "dtype": torch.ones(2)},
+        {
+            "extra": 1,
+            "kind": torch.ones(1),
+            "shape": torch.ones(3, 2),
+            "dtype": torch.ones(2).half(),
+        },
+    ]
+    folders = [checkpoints.parent / name / "step-9" for name in "ab"]
+    for folder, entry in zip(folders, others, strict=True):
+        write_checkpoint(folder, entry, content(9))
+    assert call("diff", *folders).out.splitlines()[:-1] == [
+        "added: only in A",
+        "dtype: torch.float32 | torch.float16",
+        "extra: only in B",
+        "kind: a tensor only in B",
+        "shape: shape [2, 3] | [3, 2]",
+    ]
+    assert "kind: a tensor only in A" in call("diff", *folders[::-1]).out
 
 
 def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):

@@ -13,7 +13,6 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
 from titan_loop.evaluation.harness_model import LoopLM
-from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
@@ -180,19 +179,6 @@ def test_long_prompts_lose_their_beginning_with_one_warning(trained_run: Path, c
         "1 prompts are longer than the context of 48 tokens and lost their beginning; raise "
         "max_length or use fewer shots"
     ]
-
-
-def test_all_readings_cost_one_pass(trained_run: Path):
-    lm = LoopLM(trained_run, readings=depth_readings(range(1, 9)))
-    question = ask(("def f(", "x):"))
-    answers = []
-    for index in range(8):
-        lm.reading = index
-        answers.append(lm.loglikelihood(question)[0][0])
-        assert lm._scorer.forward_steps == 8
-    for depth, answer in enumerate(answers, start=1):
-        alone = LoopLM(trained_run, recurrent_steps=depth).loglikelihood(question)[0][0]
-        assert answer == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,6 @@ def done_at_once():
     sys.exit(0)
 
 
-def gets_nowhere():
-    """Ends as an interrupted run does, before anything is trained."""
-    sys.exit(75)
-
-
 def interrupted_once():
     """End as an interrupted run does, and the second time as one that is done."""
     marker = Path(os.environ["TEST_MARKER"])

@@ -155,33 +155,6 @@ def test_a_cancelled_job_saves_and_takes_its_dependents_along(cluster, tmp_path,
     assert show("job", job)["Restarts"] == "0"
 
 
-def test_a_whole_chain_is_cancelled_at_once(cluster, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TEST_HELD_STARTS", "1")
-    jobs = cluster.submit("two_stages", tmp_path, "--no-node-check", nodes=1)
-    assert main(["slurm", "cancel", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert [f"{stage}: cancelled job {job}" in shown for stage, job in jobs.items()] == [True, True]
-    for job in jobs.values():
-        assert cluster.wait_until_it_ends(job) == "CANCELLED"
-
-
-def test_a_job_that_gets_nowhere_stops_after_three_starts(cluster, tmp_path):
-    job = cluster.batch("gets_nowhere", tmp_path)
-    log = cluster.log(tmp_path, "job")
-    assert cluster.wait_until_it_ends(job, log) == "FAILED"
-    assert show("job", job)["Restarts"] == "2"
-    assert "3 starts without a new checkpoint: not started again" in log.read_text()
-    assert read_restarts(tmp_path, "job").fruitless == 2
-
-
-def test_a_mistake_is_not_started_again(cluster, tmp_path):
-    job = cluster.batch("no_such_recipe", tmp_path)
-    log = cluster.log(tmp_path, "job")
-    assert cluster.wait_until_it_ends(job, log) == "FAILED"
-    assert show("job", job)["Restarts"] == "0"
-    assert "failed with code 2: not started again" in log.read_text()
-
-
 def test_a_hung_rank_is_ended_and_the_job_goes_on(cluster, tmp_path, monkeypatch, whole):
     monkeypatch.setenv("TEST_HANG", "1")
     job = cluster.batch("one_run", tmp_path, nodes=2, run=("--no-node-check", "--hang-seconds=20"))

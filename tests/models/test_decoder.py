@@ -105,23 +105,6 @@ def test_a_document_in_the_middle_equals_the_document_alone():
     torch.testing.assert_close(together, alone, atol=FP32_TOLERANCE, rtol=0)
 
 
-def test_grouped_query_attention_equals_repeated_key_value_heads():
-    grouped = make_model(n_kv_heads=2)
-    full = make_model()
-    state = grouped.state_dict()
-    for name, value in list(state.items()):
-        if ".wk." in name or ".wv." in name:
-            state[name] = value.view(2, 16, 64).repeat_interleave(2, dim=0).reshape(64, 64)
-    full.load_state_dict(state)
-    tokens, positions = make_batch()
-    torch.testing.assert_close(
-        grouped(tokens, positions).hidden_RBLD[-1],
-        full(tokens, positions).hidden_RBLD[-1],
-        atol=FP32_TOLERANCE,
-        rtol=0,
-    )
-
-
 def test_tied_head_shares_the_embedding_and_sums_its_gradient():
     tied = make_model(tie_weights=True)
     assert tied.lm_head.weight is tied.tok_embeddings.weight

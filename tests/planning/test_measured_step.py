@@ -1,6 +1,5 @@
 """Arithmetic of measured steps, their files, and the key that decides which step is shared."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from titan_loop.planning.measured_step import (
     MeasuredStep,
     read_measured,
     rehearsal_key,
-    traits,
     write_measured,
 )
 from titan_loop.planning.step_meter import Moved
@@ -45,31 +43,6 @@ def test_a_step_is_read_as_it_was_written_or_not_at_all(folder: Path, content: s
     if content is not None:
         (folder / "key.json").write_text(content)
         assert read_measured("key") is None
-
-
-@dataclass
-class Config:
-    eps: float = 1e-8
-    steps: int = 4
-    names: tuple[str, ...] = ("a",)
-    debug: Any = None
-    activation_checkpoint: Any = None
-
-
-def test_of_a_number_with_a_fraction_the_sign_decides():
-    assert [traits(value) for value in (0.5, 1e-9, 0.0, -2.0)] == [1, 1, 0, -1]
-    assert traits({"activation_checkpoint": {"memory_budget": 0.2}}) == {
-        "activation_checkpoint": {"memory_budget": 0.2}
-    }
-
-
-def test_everything_else_decides_unless_it_is_known_as_a_value():
-    assert traits(Config()) == [
-        Config,
-        {"eps": 1, "steps": 4, "names": ["a"], "debug": None, "activation_checkpoint": None},
-    ]
-    nested = {"debug": {"seed": 3, "print": True}, "total_tokens": 9, "seed": 5}
-    assert traits(nested) == {"debug": {"print": True}, "seed": 5}
 
 
 def needs(**changes: Any) -> Any:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from titan_loop.cli.main import main
-
 TABLE = 'print("a | b | c\\na warning\\n1 | 2 | 3")'
 
 
@@ -87,35 +85,3 @@ def test_a_row_that_fails_is_recorded_and_the_others_run(bench, place, tmp_path)
     assert absent["skipped"] == "needs CUDA"
     assert (ran["a"], ran["b"], ran["c"]) == ("1", "2", "3")
     assert (place.output / "logs/throughput/runs.txt").read_text().startswith("a | b | c")
-
-
-def test_a_row_is_stopped_at_the_limit_of_its_table(bench, place, tmp_path):
-    hanging = row(bench, tmp_path, "hangs", "import time\ntime.sleep(10_000)")
-    log, run_row = tmp_path / "log", bench.gpu_rows.run_row
-    (line,) = run_row(hanging, folder=tmp_path, log=log, seconds=0.1, forked=True)
-    assert line["error"].startswith("stopped after ")
-    assert bench.gpu.run_table(table(bench, [hanging], seconds=0), place, again=False) == "failed"
-    assert record_of(place)["rows"][0]["error"].startswith("not started within 0 s")
-
-
-def test_a_done_table_is_kept_and_a_failed_one_runs_again(bench, place, tmp_path):
-    def run(program: str, *, again: bool) -> str:
-        rows = [row(bench, tmp_path, "a", program)]
-        return bench.gpu.run_table(table(bench, rows), place, again=again)
-
-    assert [run("1 / 0", again=False), run(TABLE, again=False)] == ["failed", "done"]
-    assert [run("1 / 0", again=False), run("1 / 0", again=True)] == ["done", "failed"]
-
-
-@pytest.mark.slow
-def test_rows_of_gpus_pass_the_checks_of_training(bench, tmp_path, capsys):
-    tables = bench.gpu_tables
-    place = tables.Place(gpus=8, gpu="h100-80gb", machine="", output=tmp_path)
-    names = ("checkpointing", "attention", "assemblies_all", "spread")
-    rows = [row for name in names for row in tables.TABLES[name].rows(place)]
-    assert len(rows) == 20
-    for row in rows:
-        assert tuple(row.words[: len(tables.TRAIN)]) == tables.TRAIN
-        cluster = ["--nodes", "1", "--gpus-per-node", str(row.ranks), "--no-memory"]
-        main(["plan", tables.STUDY, *cluster, *row.words[len(tables.TRAIN) :]])
-        assert capsys.readouterr().err == "", row.name

@@ -17,7 +17,6 @@ from titan_loop.training.verdict import (
     UnreadSteps,
     agree_on_step,
     agree_to_stop,
-    first_non_finite_parameter,
     update_unless_skipped,
 )
 
@@ -125,18 +124,3 @@ def test_weights_on_another_device_than_the_verdict_wait_for_it():
         update_unless_skipped(optimizers, verdict)  # type: ignore[arg-type]
     assert optimizers.steps == 1
     assert "found_inf" not in vars(optimizers[0])
-
-
-def test_first_non_finite_parameter():
-    second = nn.Linear(3, 2)
-    model = nn.Sequential(nn.Linear(3, 3), second)
-    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
-    assert first_non_finite_parameter([model]) is None
-    with torch.no_grad():
-        second.bias[1] = NAN
-        second.weight[0, 2] = -INF
-    assert first_non_finite_parameter([model]) == "1.weight"
-    assert first_non_finite_parameter([nn.Identity()]) is None
-    half = nn.Linear(2, 2).to(torch.bfloat16)
-    half.weight.data[0, 0] = INF
-    assert first_non_finite_parameter([half]) == "weight"
