@@ -10,18 +10,16 @@ and the arithmetic of `physics_exams`, each arm at one rate.
 
 from typing import Any
 
-from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.inkling.model import InklingOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..physics.exams import MANO
-from ..runs import run, text
+from ..runs import run
+from ..text_and_mano import TASKS, small_run
 
 CORPUS, WINDOW, WINDOWS = "corpora/inkling", 4_096, 256
 TOKENS = 2_000 * WINDOWS * WINDOW
@@ -34,12 +32,10 @@ SMALL: dict[str, Any] = {
     "bias_extent": 64,
     "message_rank": 6,
 }
-ARMS = {"two_passes": 2, "one_pass": 1}
-TASKS: dict[str, tuple[GlobalBatchLoader.Config, int, int, int]] = {
-    "text": (text(), 256, 4, 1_500_000),
-    "mano": (TaskLoader.Config(task=MANO), 64, 16, 3_600_000),
+ARMS = {
+    name: InklingOptions(**SMALL, recurrent_steps=passes)
+    for name, passes in (("two_passes", 2), ("one_pass", 1))
 }
-"""Name → data, window, windows of a step, tokens."""
 RATE = 5e-3
 
 
@@ -77,32 +73,8 @@ def inkling_2_mini() -> LoopTrainer.Config:
 def inkling_small() -> Recipe:
     """Two passes with messages, and one, on text and arithmetic, on one core."""
     stages = [
-        Stage(name=f"{arm}_{task}", config=_small(task, passes))
-        for task in TASKS
-        for arm, passes in ARMS.items()
+        Stage(name=f"{arm}_{task}", config=small_run(data, model, RATE, "adamw"))
+        for task, data in TASKS.items()
+        for arm, model in ARMS.items()
     ]
     return Recipe(name="inkling_small", stages=stages)
-
-
-def _small(task: str, passes: int) -> LoopTrainer.Config:
-    data, window, windows, tokens = TASKS[task]
-    config = run(
-        InklingOptions(**SMALL, recurrent_steps=passes),
-        data,
-        tokens=tokens,
-        window=window,
-        windows=windows,
-        rate=Schedule.warmup_cosine(
-            RATE, warmup_tokens=tokens // 20, total_tokens=tokens, final=RATE / 10
-        ),
-        steps=passes,
-        held_out=HeldOutConfig(depths=[passes], windows=128),
-        save_every=10_000,
-        log_every=50,
-    )
-    if task == "mano":
-        config.suite = SuiteConfig(
-            interval=1_000, tasks=[MANO.name], depths=[passes], questions=500
-        )
-        config.adamw.beta2 = 0.98
-    return config

@@ -9,18 +9,12 @@ start's, the arithmetic the one of `physics_exams`.
 
 from typing import Any
 
-from titan_loop.data.load.batches import GlobalBatchLoader
-from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.loopcoder.model import LoopCoderOptions
 from titan_loop.models.dense import DenseOptions
 from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.schedule import Schedule
-from titan_loop.training.trainer import LoopTrainer
 
-from ..physics.exams import MANO
-from ..runs import run, text
+from ..text_and_mano import TASKS, small_run
 
 SHAPE: dict[str, Any] = {"size": "debugmodel", "dim": 96, "n_heads": 3, "n_kv_heads": 3}
 TWO: dict[str, Any] = {"n_layers": 2, "hidden_dim": 256, "recurrent_steps": 2}
@@ -30,44 +24,14 @@ ARMS: dict[str, LlamaOptions] = {
     "loop": DenseOptions(**SHAPE, **TWO),
     "dense": DenseOptions(**SHAPE, **FOUR),
 }
-TASKS: dict[str, tuple[GlobalBatchLoader.Config, int, int, int]] = {
-    "text": (text(), 256, 4, 1_500_000),
-    "mano": (TaskLoader.Config(task=MANO), 64, 16, 3_600_000),
-}
-"""Name → data, window, windows of a step, tokens."""
 RATE = 1e-2
 
 
 def loopcoder_small() -> Recipe:
     """LoopCoder, two plain loops and four layers, on text and arithmetic, on one core."""
     stages = [
-        Stage(name=f"{arm}_{task}", config=_small(task, model))
-        for task in TASKS
+        Stage(name=f"{arm}_{task}", config=small_run(data, model, RATE, "muon"))
+        for task, data in TASKS.items()
         for arm, model in ARMS.items()
     ]
     return Recipe(name="loopcoder_small", stages=stages)
-
-
-def _small(task: str, model: LlamaOptions) -> LoopTrainer.Config:
-    data, window, windows, tokens = TASKS[task]
-    steps = model.recurrent_steps
-    assert steps is not None
-    config = run(
-        model,
-        data,
-        tokens=tokens,
-        window=window,
-        windows=windows,
-        rate=Schedule.warmup_cosine(
-            RATE, warmup_tokens=tokens // 20, total_tokens=tokens, final=RATE / 10
-        ),
-        steps=steps,
-        held_out=HeldOutConfig(depths=[steps], windows=128),
-        save_every=10_000,
-        log_every=50,
-    )
-    if task == "mano":
-        config.suite = SuiteConfig(interval=1_000, tasks=[MANO.name], depths=[steps], questions=500)
-        config.adamw.beta2 = 0.98
-    config.optimizer.name = "muon"
-    return config
