@@ -94,7 +94,7 @@ CONTRACT = Contract(
                 (
                     {"recurrent_steps": 2, "norm_placement": "every_step"},
                     (),
-                    "model.norm_placement=every_step: dense models have no norm between",
+                    "model.norm_placement=every_step: the unrolled format has no norm",
                 ),
             ],
         ),

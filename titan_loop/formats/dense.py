@@ -4,7 +4,6 @@ A loop becomes prelude, core × R, coda, without a norm between the steps, in th
 model whose blocks it has: the first in `model_types.py` that can say its options.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,19 +15,16 @@ from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
 from titan_loop.formats import gguf_dense, mlx_dense
 from titan_loop.formats.fields import Options
-from titan_loop.formats.format import Export, Format
 from titan_loop.formats.fused import FusedFolder, fuse
 from titan_loop.formats.gguf_file import UNROLLED
-from titan_loop.formats.llama_shape import LlamaShape, Read, Shapes
-from titan_loop.formats.model_folder import engines_of_llama, write_model_folder
+from titan_loop.formats.llama_shape import Card, LlamaShape, Read, Shapes
+from titan_loop.formats.model_folder import engines_of_llama, folder_format
 from titan_loop.formats.model_type import UnsaidError
 from titan_loop.formats.model_types import MODEL_TYPES
-from titan_loop.models.dense import BlockOptions, DenseOptions
-from titan_loop.models.family import completed_architecture
+from titan_loop.models.dense import BlockOptions
+from titan_loop.models.family import ModelOptions, completed_architecture
 from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions
-
-logger = logging.getLogger(__name__)
+from titan_loop.models.llama import LlamaOptions
 
 _OF_LLAMA = {option.name for option in fields(LlamaOptions)}
 LLAMA_BLOCK: Mapping[str, Any] = {
@@ -96,28 +92,6 @@ class DenseShape(LlamaShape):
 
     norm_placement: NormPlacement = "readout"
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
-        """As in the base class; raises `UserError` for an exit gate, too."""
-        if architecture.get("exit_gate"):
-            raise UserError(
-                f"model.exit_gate=True: the {cls.title} format has no place for a gate, and its "
-                "engines run all steps; train without one"
-            )
-        return super().from_architecture(
-            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
-
-    def options(self) -> DenseOptions:
-        """As in the base class."""
-        return DenseOptions(
-            **self.shared_options(LLAMA_SIZES, DenseOptions().size),
-            norm_eps=self.norm_eps,
-            norm_placement=self.norm_placement,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(LlamaShape):
@@ -138,11 +112,16 @@ class BlockShape(LlamaShape):
         block = {name: whole[name] for name in LLAMA_BLOCK if name in whole}
         plain = completed_architecture({"family": whole["family"]})
         usual = {name: plain[name] for name in block}
-        shape = super().from_architecture(
-            {**architecture, **usual}, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
         lists = {name: tuple(value) for name, value in block.items() if isinstance(value, list)}
-        return replace(shape, block={**LLAMA_BLOCK, **block, **lists})
+        return super().from_architecture(
+            {**architecture, **usual, "block": {**LLAMA_BLOCK, **block, **lists}},
+            recurrent_steps=recurrent_steps,
+            max_positions=max_positions,
+        )
+
+    def options(self, family: str | None = None, **more: Any) -> ModelOptions:
+        """As in the base class, with the block's."""
+        return super().options(family, **self.block, **more)
 
     @property
     def head_dim(self) -> int:
@@ -206,6 +185,7 @@ class UnrolledShape(BlockShape, DenseShape):
     gguf_architecture: ClassVar[str | None] = UNROLLED
     # transformers' class decides, where a model is imported.
     model_type: ClassVar[str] = "llama"
+    normed_fix: ClassVar[str] = "export to nanbeige or gguf"
 
     prelude_layers: int = 0
     coda_layers: int = 0
@@ -225,37 +205,27 @@ class UnrolledShape(BlockShape, DenseShape):
         block = {name: options.pop(name) for name in LLAMA_BLOCK if name in options}
         return cls(**options, block={**LLAMA_BLOCK, **block}, recurrent_steps=1, kind=kind)
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
+    def checked(self) -> Self:
         """Return the shape with a layer for every visit.
 
         Raises:
-            UserError: As in the base class; or a norm stands between two visits, or no dense model
-                has such blocks.
+            UserError: A norm stands between two visits, or no dense model has such blocks.
         """
-        shape = super().from_architecture(
-            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
-        if shape.norm_placement == "every_step" and (recurrent_steps > 1 or shape.coda_layers):
+        normed = self.norm_placement == "every_step"
+        if normed and (self.recurrent_steps > 1 or self.coda_layers):
             raise UserError(
-                "model.norm_placement=every_step: dense models have no norm between the steps of a "
-                "loop; export to nanbeige or gguf"
+                f"model.norm_placement=every_step: the {self.title} format has no norm between the "
+                f"steps of a loop, or before a coda; {self.normed_fix}"
             )
-        layers = range(shape.n_layers)
-        stop = shape.n_layers - shape.coda_layers
-        core = [*layers[shape.prelude_layers : stop]] * recurrent_steps
-        visits = (*layers[: shape.prelude_layers], *core, *layers[stop:])
-        block = {**shape.block}
+        layers = range(self.n_layers)
+        stop = self.n_layers - self.coda_layers
+        core = [*layers[self.prelude_layers : stop]] * self.recurrent_steps
+        visits = (*layers[: self.prelude_layers], *core, *layers[stop:])
+        block = {**self.block}
         for name in ("windowed_layers", "unrotated_layers"):
-            block[name] = tuple(n for n, layer in enumerate(visits) if layer in shape.block[name])
-        shape = replace(shape, n_layers=len(visits), visits=visits, recurrent_steps=1, block=block)
+            block[name] = tuple(n for n, layer in enumerate(visits) if layer in self.block[name])
+        shape = replace(self, n_layers=len(visits), visits=visits, recurrent_steps=1, block=block)
         return replace(shape, kind=_kind(shape))
-
-    def options(self) -> DenseOptions:
-        """As in the base class."""
-        return replace(super().options(), **self.block)
 
     def stored_layer(self, index: int) -> int:
         """As in the base class."""
@@ -314,6 +284,19 @@ class UnrolledShape(BlockShape, DenseShape):
         own["pad_token_id"] = None  # some classes' own is not a row of every embedding
         return config | own | model_type.write(self.block_options(), LLAMA_BLOCK)
 
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        stored = len(set(self.visits))
+        note = f", unrolled from {stored}" if stored < self.n_layers else ""
+        kind = MODEL_TYPES[self.kind].architecture.removesuffix("ForCausalLM")
+        mlx = mlx_dense.otherwise(self.to_config(dtype="float32", bos_id=None, eos_id=None))
+        return Card(
+            about=f"A language model of {self.n_layers} {kind} blocks{note}.",
+            tags=(self.kind,),
+            usage=engines_of_llama(name, remote_code=False, mlx=mlx),
+            warning=mlx,
+        )
+
 
 def _kind(shape: UnrolledShape) -> str:
     """Return the first `model_type` that can say a model's options."""
@@ -336,29 +319,7 @@ def _kind(shape: UnrolledShape) -> str:
     )
 
 
-def write_unrolled(export: Export, output: Path) -> None:
-    """Write a folder of an `UnrolledShape`; it appears when it is complete."""
-    shape = export.shape
-    assert isinstance(shape, UnrolledShape)
-    stored = len(set(shape.visits))
-    note = f", unrolled from {stored}" if stored < shape.n_layers else ""
-    name = MODEL_TYPES[shape.kind].architecture.removesuffix("ForCausalLM")
-    mlx = mlx_dense.otherwise(shape.to_config(dtype=export.dtype, bos_id=None, eos_id=None))
-    if mlx is not None:
-        logger.warning(f"{output}: {mlx}")
-    write_model_folder(
-        export,
-        output,
-        about=f"A language model of {shape.n_layers} {name} blocks{note}.",
-        tags=(shape.kind,),
-        usage=engines_of_llama(output.name, remote_code=False, mlx=mlx),
-    )
-
-
-LLAMA_FOLDER = Format(
-    summary="folder for every engine in which every visit is a layer of Llama, Qwen3, Gemma 3, …",
-    shape=UnrolledShape.from_architecture,
-    write=write_unrolled,
-    dtypes=("float32", "bfloat16", "float16"),
-    folder=UnrolledShape,
+LLAMA_FOLDER = folder_format(
+    "folder for every engine in which every visit is a layer of Llama, Qwen3, Gemma 3, …",
+    UnrolledShape,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.models.family import ModelOptions, ModelSize, completed_architecture, get_family
+from titan_loop.models.family import ModelOptions, completed_architecture, get_family
 from titan_loop.models.loop_config import NORM_EPS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -46,6 +46,57 @@ _MOST_POSITIONS = 1 << 24
 _MOST_ROWS = 1 << 31
 
 
+class Field(NamedTuple):
+    """A field of `config.json` that holds an option.
+
+    Attributes:
+        kind: Type of its value: a whole number, a positive number, or true or false.
+        default: Value where it is absent; None where it must be there.
+        least: Smallest whole number.
+    """
+
+    name: str
+    kind: type = int
+    default: Any = None
+    least: int = 1
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """Return the value, of the right kind."""
+        if self.kind is int:
+            return integer(config, self.name, self.default, least=self.least)
+        if self.kind is bool:
+            return boolean(config, self.name, self.default)
+        return positive(self.name, config.get(self.name, self.default))
+
+
+class Card(NamedTuple):
+    """What the card of a folder says of a model.
+
+    Attributes:
+        about: First sentence.
+        note: End of the first paragraph.
+        mark: Line of the example after the prompt, which it may change.
+        usage: Paragraphs about use, after the example.
+        warning: What an engine computes otherwise, which the export says, too.
+    """
+
+    about: str
+    tags: tuple[str, ...]
+    note: str = ""
+    mark: str = ""
+    usage: str = ""
+    warning: str | None = None
+
+
+def auto_map(stem: str, name: str) -> dict[str, str]:
+    """Return the classes in a folder's own code, `configuration_STEM.py` and `modeling_STEM.py`."""
+    return {
+        "AutoConfig": f"configuration_{stem}.{name}Config",
+        "AutoModel": f"modeling_{stem}.{name}Model",
+        "AutoModelForCausalLM": f"modeling_{stem}.{name}ForCausalLM",
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
     """The properties of a model that determine its tensors and its computation.
@@ -64,6 +115,14 @@ class LlamaShape:
     """The family whose models it holds."""
     model_type: ClassVar[str]
     """`model_type` of `config.json`."""
+    class_name: ClassVar[str] = ""
+    """Class in transformers."""
+    code: ClassVar[tuple[str, ...]] = ()
+    """Packages whose Python files transformers needs beside the weights."""
+    auto_map: ClassVar[Mapping[str, str]] = {}
+    """Classes in this code, by the class of transformers that loads them."""
+    own_fields: ClassVar[Mapping[str, Field]] = {}
+    """Options of the family → the fields of `config.json` that hold them."""
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` in GGUF; None where llama.cpp has no such model."""
     gguf_programs: ClassVar[str] = "runs in llama.cpp and programs built on it (tried with b11549)"
@@ -147,7 +206,11 @@ class LlamaShape:
                     f"it; only a model with {usual.get(name)} can be exported"
                 )
         shape = {name: architecture[name] for name in names & architecture.keys()}
-        return cls(**shape, recurrent_steps=recurrent_steps, max_positions=max_positions)
+        return cls(**shape, recurrent_steps=recurrent_steps, max_positions=max_positions).checked()
+
+    def checked(self) -> Self:
+        """Return the shape of a checkpoint's model; raise `UserError` if no engine runs it so."""
+        return self
 
     @classmethod
     def describes(cls, config: Mapping[str, Any]) -> bool:
@@ -168,7 +231,7 @@ class LlamaShape:
         """
         for name, wanted in {"model_type": cls.model_type, **cls.fixed}.items():
             found = config.get(name, wanted if name != "model_type" else None)
-            if found != wanted:
+            if found != wanted and (found or wanted):
                 raise unsupported(name, found, wanted)
         n_layers = integer(config, "num_hidden_layers", most=_MOST_LAYERS)
         n_heads = integer(config, "num_attention_heads")
@@ -177,9 +240,6 @@ class LlamaShape:
         if head_dim * n_heads != dim:
             quotient = f"hidden_size / num_attention_heads = {dim / n_heads:g}"
             raise unsupported("head_dim", head_dim, quotient)
-        tied = config.get("tie_word_embeddings", False)
-        if not isinstance(tied, bool):
-            raise UserError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         return {
             "dim": dim,
             "n_layers": n_layers,
@@ -187,28 +247,28 @@ class LlamaShape:
             "n_kv_heads": integer(config, "num_key_value_heads", n_heads),
             "hidden_dim": integer(config, "intermediate_size"),
             "vocab_size": integer(config, "vocab_size"),
-            "tie_weights": tied,
+            "tie_weights": boolean(config, "tie_word_embeddings", False),
             "rope_theta": _rope_theta(config),
             "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
             "recurrent_steps": 1
             if cls.steps_field is None
             else integer(config, cls.steps_field, most=_MOST_STEPS),
             "max_positions": integer(config, "max_position_embeddings", most=_MOST_POSITIONS),
+            **{option: field.read(config) for option, field in cls.own_fields.items()},
         }
 
-    def options(self) -> ModelOptions:
-        """Return the options that build a model of this shape, all explicit."""
-        raise NotImplementedError
-
-    def shared_options(self, sizes: Mapping[str, ModelSize], default: str) -> dict[str, Any]:
-        """Return the options of all families; `size` is `default` if none of `sizes` fits."""
+    def options(self, family: str | None = None, **more: Any) -> ModelOptions:
+        """Return the options that build a model of this shape: all that have its fields' names."""
+        known = get_family(family or self.family)
         own = attrgetter("dim", "n_layers", "n_heads", "hidden_dim")
-        named = (name for name, known in sizes.items() if own(known) == own(self))
-        names = {option.name for option in fields(ModelSize)} | {"rope_theta", "tie_weights"}
-        return {name: getattr(self, name) for name in names} | {"size": next(named, default)}
+        named = (name for name, size in known.sizes.items() if own(size) == own(self))
+        names = {option.name for option in fields(known.options) if option.init}
+        same = {name: value for name, value in vars(self).items() if name in names}
+        return known.options(size=next(named, known.options().size), **same, **more)
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the content of `config.json`; the ids are None without a tokenizer."""
+        steps = {} if self.steps_field is None else {self.steps_field: self.recurrent_steps}
         return {
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -232,7 +292,15 @@ class LlamaShape:
             "torch_dtype": dtype,
             "use_cache": True,
             "vocab_size": self.vocab_size,
+            "architectures": [self.class_name],
+            **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
+            **steps,
+            **{field.name: getattr(self, option) for option, field in self.own_fields.items()},
         }
+
+    def card(self, name: str) -> Card:
+        """Return what the card of a folder of this name says."""
+        raise NotImplementedError
 
     @property
     def rotary_dim(self) -> int:
@@ -362,15 +430,29 @@ class LlamaShape:
 
 
 def integer(
-    config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = _MOST_ROWS
+    config: Mapping[str, Any],
+    name: str,
+    default: int | None = None,
+    *,
+    most: int = _MOST_ROWS,
+    least: int = 1,
 ) -> int:
-    """Return a field of `config.json` that is an integer in 1…`most`."""
+    """Return a field of `config.json` that is an integer in `least`…`most`."""
     value = config.get(name)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise UserError(f"config.json: {name}={value!r:.40} must be a positive integer")
+    if type(value) is not int or value < least:
+        kind = "a positive integer" if least else "a whole number"
+        raise UserError(f"config.json: {name}={value!r:.40} must be {kind}")
     if value > most:
         raise UserError(f"config.json: {name}={value!r:.40} must be at most {most}")
+    return value
+
+
+def boolean(config: Mapping[str, Any], name: str, default: bool | None = None) -> bool:
+    """Return a field of `config.json` that is true or false."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"config.json: {name}={value!r:.40} must be true or false")
     return value
 
 

@@ -1,6 +1,7 @@
 """Export of a checkpoint as a folder of config.json, safetensors, tokenizer and card."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from importlib import resources
@@ -10,10 +11,13 @@ from typing import Any
 import titan_loop
 from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.checkpoint.safetensors_files import write_folder
-from titan_loop.formats.format import Export
+from titan_loop.formats.format import Export, Format
 from titan_loop.formats.importing import CONFIG
+from titan_loop.formats.llama_shape import Card, LlamaShape
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
+
+logger = logging.getLogger(__name__)
 
 _TEMPLATE = """\
 ---
@@ -99,26 +103,23 @@ def engines_of_llama(name: str, *, remote_code: bool, mlx: str | None = None) ->
     )
 
 
-def write_model_folder(
-    export: Export,
-    output: Path,
-    *,
-    about: str,
-    tags: tuple[str, ...],
-    remote_code: tuple[str, ...] = (),
-    note: str = "",
-    mark: str = "",
-    usage: str = "",
-) -> None:
-    """Write a folder, one tensor at a time; it appears under its name when it is complete.
+def folder_format(summary: str, shape: type[LlamaShape], **own: Any) -> Format:
+    """Return the format of a shape's folders, which are imported, too, unless `own` differs."""
+    usual: dict[str, Any] = {
+        "shape": shape.from_architecture,
+        "write": write_model_folder,
+        "dtypes": ("float32", "bfloat16", "float16"),
+        "folder": shape,
+    }
+    return Format(summary=summary, **{**usual, **own})
 
-    Args:
-        remote_code: Packages whose Python files transformers needs beside the weights.
-        note: End of the card's first paragraph.
-        mark: Line of the card's example after the prompt, which it may change.
-        usage: Paragraphs about use, after the card's example.
-    """
+
+def write_model_folder(export: Export, output: Path) -> None:
+    """Write a folder, one tensor at a time; it appears under its name when it is complete."""
     shape, tokenizer = export.shape, export.tokenizer
+    card = shape.card(output.name)
+    if card.warning is not None:
+        logger.warning(f"{output}: {card.warning}")
     shapes, read = shape.as_stored(shape.written_shapes(), export.read)
     with staged_folder(output) as folder:
         write_folder(
@@ -126,14 +127,14 @@ def write_model_folder(
         )
         if tokenizer is not None:
             tokenizer.write(folder, max_positions=shape.max_positions)
-        for package in remote_code:
+        for package in shape.code:
             _copy_code(package, folder)
         has_chat = tokenizer is not None and tokenizer.text.chat_template is not None
         prompt = _CHAT_PROMPT if has_chat else _PROMPT
-        trust = ", trust_remote_code=True" if remote_code else ""
-        example = _USE.format(name=output.name, prompt=prompt, trust=trust, mark=mark)
-        card = _card(output.name, export, about=about, tags=tags, note=note, use=example + usage)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        trust = ", trust_remote_code=True" if shape.code else ""
+        example = _USE.format(name=output.name, prompt=prompt, trust=trust, mark=card.mark)
+        text = _page(output.name, export, card, use=example + card.usage)
+        (folder / "README.md").write_text(text, encoding="utf-8")
         # Last: without it neither transformers nor our own import takes this folder for a model.
         config = shape.to_config(
             dtype=export.dtype,
@@ -152,17 +153,15 @@ def _copy_code(package: str, folder: Path) -> None:
                 shutil.copyfile(source, folder / file.name)
 
 
-def _card(
-    name: str, export: Export, *, about: str, tags: tuple[str, ...], note: str, use: str
-) -> str:
+def _page(name: str, export: Export, card: Card, *, use: str) -> str:
     shape, manifest = export.shape, export.reader.manifest
     lineage = {key: _without_folders(manifest.get(key)) for key in ("step", "created", "lineage")}
     return _TEMPLATE.format(
         name=name,
-        tags="\n".join(f"- {tag}" for tag in tags),
-        about=about,
+        tags="\n".join(f"- {tag}" for tag in card.tags),
+        about=card.about,
         version=titan_loop.__version__,
-        note=note,
+        note=card.note,
         parameters=shape.parameter_count(),
         **vars(shape),
         dtype=export.dtype,

@@ -73,7 +73,7 @@ CONTRACT = Contract(
                 (
                     {"norm_placement": "every_step"},
                     (),
-                    "model.norm_placement=every_step: GLM-4 MoE has no norm between the steps",
+                    "model.norm_placement=every_step: the GLM-4 MoE format has no norm",
                 ),
             ],
         ),

@@ -15,20 +15,19 @@ from typing import Any, ClassVar
 
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
-from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
-from titan_loop.formats.format import Export, Format
 from titan_loop.formats.fused import FusedFolder, fuse
 from titan_loop.formats.llama_shape import (
     EMBEDDING,
     HEAD,
+    Card,
+    Field,
     LlamaShape,
     Read,
     Shapes,
     integer,
-    positive,
     unsupported,
 )
-from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.formats.model_folder import folder_format
 
 _START = "model.z_L_init"
 _FUSED = {
@@ -37,6 +36,16 @@ _FUSED = {
     ".mlp.gate_up_proj.": (".mlp.gate_proj.", ".mlp.up_proj."),
 }
 """Tensors of the released layout → the matrices in their rows."""
+_BOTH_WAYS = (
+    "With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways. In a chat of "
+    "several turns mark those before the first answer alone, as in training. vLLM 0.32 reads the "
+    "whole prompt so; llama.cpp reads it causally.\n\n"
+)
+_ONE_WAY = (
+    "This model was trained without `prefix_lm`. vLLM 0.32 ignores that and reads prompts both "
+    "ways, so its answers differ; transformers and llama.cpp are right.\n\n"
+)
+_MARK = '\n    prompt["token_type_ids"] = prompt["attention_mask"]  # its tokens see each other'
 _STACK = re.compile(r"model\.([LH])_module\.layers\.(\d+)")
 
 
@@ -49,7 +58,13 @@ class HrmTextShape(LlamaShape):
     model_type: ClassVar[str] = "hrm_text"
     gguf_architecture: ClassVar[str | None] = "hrm_text"
     gguf_neighbours: ClassVar[bool] = False
+    class_name: ClassVar[str] = "HrmTextForCausalLM"
     steps_field: ClassVar[str | None] = "H_cycles"
+    own_fields: ClassVar[Mapping[str, Field]] = {
+        "low_cycles": Field("L_cycles"),
+        "embedding_scale": Field("embedding_scale", float),
+        "prefix_lm": Field("prefix_lm", bool, True),
+    }
     of_layer: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_layer,
         "self_attn.gate_proj.": "attention.gate.",
@@ -70,19 +85,11 @@ class HrmTextShape(LlamaShape):
         known = super().read_fields(config)
         if known["n_kv_heads"] != known["n_heads"]:
             raise unsupported("num_key_value_heads", known["n_kv_heads"], known["n_heads"])
-        prefix_lm = config.get("prefix_lm", True)
-        if not isinstance(prefix_lm, bool):
-            raise UserError(f"config.json: prefix_lm={prefix_lm!r} must be true or false")
-        low_cycles, layers = integer(config, "L_cycles"), known["n_layers"]
+        low_cycles, layers = known["low_cycles"], known["n_layers"]
         # num_hidden_layers: layers of a stack in a config written by hand, which lacks
         # num_layers_per_stack; slots of the cache in one that transformers saved.
         stack = integer(config, "num_layers_per_stack", layers)
-        known |= {
-            "n_layers": 2 * stack,
-            "low_cycles": low_cycles,
-            "embedding_scale": positive("embedding_scale", config.get("embedding_scale")),
-            "prefix_lm": prefix_lm,
-        }
+        known["n_layers"] = 2 * stack
         slots = stack * known["recurrent_steps"] * (low_cycles + 1)
         if "num_layers_per_stack" in config and layers != slots:
             raise UserError(
@@ -92,29 +99,14 @@ class HrmTextShape(LlamaShape):
             )
         return known
 
-    def options(self) -> HrmTextOptions:
-        """As in the base class."""
-        return HrmTextOptions(
-            **self.shared_options(SIZES, HrmTextOptions().size),
-            norm_eps=self.norm_eps,
-            low_cycles=self.low_cycles,
-            prefix_lm=self.prefix_lm,
-            embedding_scale=self.embedding_scale,
-        )
-
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """As in the base class; `L_bp_cycles` gives L gradients in the last high cycle only."""
         inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del inherited["num_key_value_heads"]
         return inherited | {
-            "architectures": ["HrmTextForCausalLM"],
-            "H_cycles": self.recurrent_steps,
             "L_bp_cycles": [0] * (self.recurrent_steps - 1) + [self.low_cycles],
-            "L_cycles": self.low_cycles,
-            "embedding_scale": self.embedding_scale,
             "num_hidden_layers": self.slots,
             "num_layers_per_stack": self.n_layers // 2,
-            "prefix_lm": self.prefix_lm,
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
@@ -169,37 +161,17 @@ class HrmTextShape(LlamaShape):
             tensor,
         )
 
-
-_BOTH_WAYS = (
-    "With `prefix_lm`, tokens whose `token_type_ids` are 1 see each other both ways. In a chat of "
-    "several turns mark those before the first answer alone, as in training. vLLM 0.32 reads the "
-    "whole prompt so; llama.cpp reads it causally.\n\n"
-)
-_ONE_WAY = (
-    "This model was trained without `prefix_lm`. vLLM 0.32 ignores that and reads prompts both "
-    "ways, so its answers differ; transformers and llama.cpp are right.\n\n"
-)
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        return Card(
+            about="HRM-Text: two stacks of layers that take turns.",
+            tags=("looped-language-model", "hrm_text"),
+            mark=_MARK if self.prefix_lm else "",
+            usage=_BOTH_WAYS if self.prefix_lm else _ONE_WAY,
+        )
 
 
-def _write(export: Export, output: Path) -> None:
-    assert isinstance(export.shape, HrmTextShape)
-    prefix = (
-        '\n    prompt["token_type_ids"] = prompt["attention_mask"]  # its tokens see each other'
-    )
-    write_model_folder(
-        export,
-        output,
-        about="HRM-Text: two stacks of layers that take turns.",
-        tags=("looped-language-model", "hrm_text"),
-        mark=prefix if export.shape.prefix_lm else "",
-        usage=_BOTH_WAYS if export.shape.prefix_lm else _ONE_WAY,
-    )
-
-
-HRM_TEXT_FOLDER = Format(
-    summary="folder in the layout of HRM-Text-1B, which transformers 5 reads with code of its own",
-    shape=HrmTextShape.from_architecture,
-    write=_write,
-    dtypes=("float32", "bfloat16", "float16"),
-    folder=HrmTextShape,
+HRM_TEXT_FOLDER = folder_format(
+    "folder in the layout of HRM-Text-1B, which transformers 5 reads with code of its own",
+    HrmTextShape,
 )

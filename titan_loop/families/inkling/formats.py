@@ -7,7 +7,7 @@ folder with vision parts (`inkling2_loop`) is imported without them; they are no
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError, listed
-from titan_loop.families.inkling.model import SIZES, InklingOptions
-from titan_loop.formats.format import Export, Format
 from titan_loop.formats.llama_shape import (
     EMBEDDING,
     HEAD,
+    Card,
     LlamaShape,
     Read,
     Shapes,
@@ -29,7 +28,7 @@ from titan_loop.formats.llama_shape import (
     positive,
     unsupported,
 )
-from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import build_decoder
 
 logger = logging.getLogger(__name__)
@@ -246,14 +245,6 @@ class InklingShape(LlamaShape):
             raise UserError(f"config.json: layer_types={kinds!r:.80} {must}")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
-    def options(self) -> InklingOptions:
-        """As in the base class."""
-        shared = self.shared_options(SIZES, InklingOptions().size)
-        del shared["rope_theta"]
-        names = {each.name for each in fields(InklingOptions)} & {*vars(self)}
-        own = {name: getattr(self, name) for name in names - shared.keys()}
-        return InklingOptions(**shared, **own)
-
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class."""
         return {tensor: shape for tensor, (_, shape) in _tensors(self).items()}
@@ -320,6 +311,15 @@ class InklingShape(LlamaShape):
             "use_cache": True,
         }
 
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        looped = self.n_layers - self.prelude_layers - self.coda_layers
+        return Card(
+            about=f"A looped mixture of {self.experts} experts: {self.n_layers} layers, of which "
+            f"{looped} are passed {self.recurrent_steps} times.",
+            tags=("looped-language-model", "inkling2_loop"),
+        )
+
 
 @cache
 def _tensors(shape: InklingShape) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -340,23 +340,6 @@ def _tensor(parameter: str) -> str:
     return f"{_ROOT}layers.{index}.{_OF_LAYER[begin]}{inner.removeprefix(begin)}"
 
 
-def _write(export: Export, output: Path) -> None:
-    shape = export.shape
-    assert isinstance(shape, InklingShape)
-    looped = shape.n_layers - shape.prelude_layers - shape.coda_layers
-    write_model_folder(
-        export,
-        output,
-        about=f"A looped mixture of {shape.experts} experts: {shape.n_layers} layers, of which "
-        f"{looped} are passed {shape.recurrent_steps} times.",
-        tags=("looped-language-model", "inkling2_loop"),
-    )
-
-
-INKLING_FOLDER = Format(
-    summary="folder in the layout of Inkling-2-Mini, which transformers 5.24 reads",
-    shape=InklingShape.from_architecture,
-    write=_write,
-    dtypes=("float32", "bfloat16", "float16"),
-    folder=InklingShape,
+INKLING_FOLDER = folder_format(
+    "folder in the layout of Inkling-2-Mini, which transformers 5.24 reads", InklingShape
 )

@@ -6,14 +6,11 @@ alone, which vLLM and SGLang need.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from titan_loop.errors import UserError
-from titan_loop.families.loopcoder.model import SIZES, LoopCoderOptions
-from titan_loop.formats.format import Export, Format
-from titan_loop.formats.llama_shape import LlamaShape, integer, unsupported
-from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.formats.llama_shape import Card, Field, LlamaShape, unsupported
+from titan_loop.formats.model_folder import folder_format
 
 LOOPS = 2
 """Loops that mlx-lm runs; vLLM's file would run more."""
@@ -47,7 +44,13 @@ class LoopCoderShape(LlamaShape):
     title: ClassVar[str] = "LoopCoder"
     family: ClassVar[str] = "loopcoder"
     model_type: ClassVar[str] = "iquestloopcoder"
+    class_name: ClassVar[str] = "IQuestLoopCoderForCausalLM"
+    code: ClassVar[tuple[str, ...]] = ("titan_loop.families.loopcoder.remote_code",)
+    auto_map: ClassVar[Mapping[str, str]] = {
+        "AutoConfig": "configuration_iquestloopcoder.IQuestLoopCoderConfig"
+    }
     steps_field: ClassVar[str | None] = "loop_num"
+    own_fields: ClassVar[Mapping[str, Field]] = {"loop_window": Field("loop_window_size", int, 64)}
     fixed: ClassVar[Mapping[str, Any]] = {
         **LlamaShape.fixed,
         "is_causal": True,
@@ -56,37 +59,22 @@ class LoopCoderShape(LlamaShape):
 
     loop_window: int
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
+    def checked(self) -> Self:
         """As in the base class; raises `UserError` for other numbers of steps than 2."""
-        if recurrent_steps != LOOPS:
+        if self.recurrent_steps != LOOPS:
             raise UserError(
-                f"--recurrent-steps={recurrent_steps}: programs that read the {cls.title} format "
-                f"run {LOOPS} loops; export a model that was trained with {LOOPS}"
+                f"--recurrent-steps={self.recurrent_steps}: programs that read the {self.title} "
+                f"format run {LOOPS} loops; export a model that was trained with {LOOPS}"
             )
-        return super().from_architecture(
-            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
+        return self
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, with the window; both have the released class's defaults."""
-        loops = {"loop_num": LOOPS, "loop_window_size": 64}
-        config = {**config, **{name: config.get(name, value) for name, value in loops.items()}}
-        known = super().read_fields(config)
+        """As in the base class, by default with the released class's number of loops."""
+        known = super().read_fields({**config, "loop_num": config.get("loop_num", LOOPS)})
         if known["recurrent_steps"] != LOOPS:
             raise unsupported("loop_num", known["recurrent_steps"], LOOPS)
-        return known | {"loop_window": integer(config, "loop_window_size")}
-
-    def options(self) -> LoopCoderOptions:
-        """As in the base class."""
-        return LoopCoderOptions(
-            **self.shared_options(SIZES, LoopCoderOptions().size),
-            norm_eps=self.norm_eps,
-            loop_window=self.loop_window,
-        )
+        return known
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class, with the gates."""
@@ -103,35 +91,18 @@ class LoopCoderShape(LlamaShape):
         index, kind = tensor.removeprefix(_GATE).split(".")
         return f"layers.{index}.attention.mix.{kind}"
 
-    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class, with the loop."""
-        return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
-            "architectures": ["IQuestLoopCoderForCausalLM"],
-            "auto_map": {"AutoConfig": "configuration_iquestloopcoder.IQuestLoopCoderConfig"},
-            "loop_num": self.recurrent_steps,
-            "loop_window_size": self.loop_window,
-        }
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        return Card(
+            about=f"A looped language model: {self.n_layers} Llama blocks, applied twice to every "
+            "token. The second time they read the first loop's keys globally, and "
+            f"{self.loop_window} of their own.",
+            tags=("looped-language-model", "iquestloopcoder", "custom_code"),
+            usage=_USE.format(name=name),
+        )
 
 
-def _write(export: Export, output: Path) -> None:
-    shape = export.shape
-    assert isinstance(shape, LoopCoderShape)
-    write_model_folder(
-        export,
-        output,
-        about=f"A looped language model: {shape.n_layers} Llama blocks, applied twice to every "
-        f"token. The second time they read the first loop's keys globally, and {shape.loop_window} "
-        "of their own.",
-        tags=("looped-language-model", "iquestloopcoder", "custom_code"),
-        remote_code=("titan_loop.families.loopcoder.remote_code",),
-        usage=_USE.format(name=output.name),
-    )
-
-
-LOOPCODER_FOLDER = Format(
-    summary="folder for MLX and vLLM, whose own code runs it, in which layers are stored once",
-    shape=LoopCoderShape.from_architecture,
-    write=_write,
-    dtypes=("float32", "bfloat16", "float16"),
-    folder=LoopCoderShape,
+LOOPCODER_FOLDER = folder_format(
+    "folder for MLX and vLLM, whose own code runs it, in which layers are stored once",
+    LoopCoderShape,
 )

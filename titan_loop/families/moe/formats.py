@@ -28,10 +28,10 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.formats.dense import UnrolledShape
-from titan_loop.formats.format import Export, Format
+from titan_loop.formats.format import Export
 from titan_loop.formats.gguf_file import neighbours
-from titan_loop.formats.model_folder import write_model_folder
-from titan_loop.models.family import completed_architecture
+from titan_loop.formats.llama_shape import Card
+from titan_loop.formats.model_folder import folder_format, write_model_folder
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _DENSE = "mlp."
@@ -57,10 +57,9 @@ class MoEShape(UnrolledShape):
 
     family: ClassVar[str] = "moe"
     gguf_architecture: ClassVar[str | None] = None
+    normed_fix: ClassVar[str] = "train with model.norm_placement=readout"
     fixed_options: ClassVar[Mapping[str, Any]]
     """Options of the family that the format supports with one value only."""
-    class_name: ClassVar[str]
-    """Class in transformers."""
     part: ClassVar[str] = "mlp."
     """Prefix of the mixture's tensors inside a layer."""
     matrices: ClassVar[Mapping[str, str]] = _NAMED
@@ -83,35 +82,21 @@ class MoEShape(UnrolledShape):
     attentions: int = 1
     dense_layers: tuple[int, ...] = ()
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
-        """Return the shape with a layer for every visit.
+    def checked(self) -> Self:
+        """As in the base class.
 
         Raises:
-            UserError: As in the base class; an option has a value that the format does not support,
-                or a layer is dense where the format has none.
+            UserError: Also if an option has a value that the format does not support, or a layer
+                is dense where the format has none.
         """
-        whole = completed_architecture(architecture)
-        wanted = cls.fixed_options if whole["family"] == cls.family else {}
-        for name, value in wanted.items():
-            if whole[name] != value:
+        for name, value in self.fixed_options.items():
+            if getattr(self, name) != value:
                 raise UserError(
-                    f"model.{name}={whole[name]}: the {cls.title} format supports only "
+                    f"model.{name}={getattr(self, name)}: the {self.title} format supports only "
                     f"model.{name}={value}; titan-loop convert export RUN --list names the "
                     "formats of this model"
                 )
-        normed = whole.get("norm_placement") == "every_step"
-        if normed and (recurrent_steps > 1 or whole["coda_layers"]):
-            raise UserError(
-                f"model.norm_placement=every_step: {cls.title} has no norm between the steps of a "
-                "loop, or before a coda; train with model.norm_placement=readout"
-            )
-        shape = super().from_architecture(
-            whole, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
-        shape = replace(shape, dense_layers=tuple(shape.dense_layers))  # a list in JSON
+        shape = replace(super().checked(), dense_layers=tuple(self.dense_layers))  # a list in JSON
         shape.check_dense([shape.is_dense(visit) for visit in range(shape.n_layers)])
         return shape
 
@@ -228,6 +213,16 @@ class MoEShape(UnrolledShape):
     def mixture_config(self) -> dict[str, Any]:
         """Return the fields of `config.json` on the experts."""
         raise NotImplementedError
+
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        stored = len({*self.visits})
+        note = f", unrolled from {stored}" if stored < self.n_layers else ""
+        return Card(
+            about=f"A language model of {self.n_layers} Llama blocks{note}; a token visits "
+            f"{self.top_k} of {self.experts} experts.",
+            tags=(self.model_type, "mixture-of-experts"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,33 +374,16 @@ def _stack(reader: CheckpointReader, stored: str) -> Tensor:
 
 
 def _write(export: Export, output: Path) -> None:
-    shape = export.shape
-    assert isinstance(shape, MoEShape)
-    if isinstance(shape, MixtralShape):
-        shape.check_biases(export.reader)
-    stored = len({*shape.visits})
-    note = f", unrolled from {stored}" if stored < shape.n_layers else ""
+    if isinstance(export.shape, MixtralShape):
+        export.shape.check_biases(export.reader)
     try:
-        write_model_folder(
-            export,
-            output,
-            about=f"A language model of {shape.n_layers} Llama blocks{note}; a token visits "
-            f"{shape.top_k} of {shape.experts} experts.",
-            tags=(shape.model_type, "mixture-of-experts"),
-        )
+        write_model_folder(export, output)
     finally:
         _stack.cache_clear()
 
 
-def _format(shape: type[MoEShape], text: str) -> Format:
-    return Format(
-        summary=f"folder for transformers in which every visit is a layer of {shape.title}, {text}",
-        shape=shape.from_architecture,
-        write=_write,
-        dtypes=("float32", "bfloat16", "float16"),
-    )
-
-
-MIXTRAL_FOLDER = _format(MixtralShape, "for softmax without a bias")
-GLM_FOLDER = _format(GlmShape, "for sigmoid")
-ERNIE_FOLDER = _format(ErnieShape, "for softmax with a bias")
+_KIND = "folder for transformers in which every visit is a layer of"
+_OWN: Mapping[str, Any] = {"write": _write, "folder": None}
+MIXTRAL_FOLDER = folder_format(f"{_KIND} Mixtral, for softmax without a bias", MixtralShape, **_OWN)
+GLM_FOLDER = folder_format(f"{_KIND} GLM-4 MoE, for sigmoid", GlmShape, **_OWN)
+ERNIE_FOLDER = folder_format(f"{_KIND} Ernie 4.5 MoE, for softmax with a bias", ErnieShape, **_OWN)

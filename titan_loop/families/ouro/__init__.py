@@ -12,7 +12,7 @@ register(
             "depth": f"{_HERE}.suites:DEPTH",
             "scaling": f"{_HERE}.suites:SCALING",
         },
-        formats={"transformers": f"{_HERE}.hugging_face.exporting:FORMAT"},
+        formats={"transformers": f"{_HERE}.hugging_face.ouro_shape:FORMAT"},
         objectives={
             "AdaptiveGateLoss": f"{_HERE}.objective:AdaptiveGateLoss",
         },

@@ -10,35 +10,21 @@ A model with a part that a format cannot hold is refused.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.onnx_shape import RetrofitOnnxShape
 from titan_loop.formats.dense import (
     LLAMA_BLOCK,
     BlockShape,
     UnrolledShape,
     read_block,
-    write_unrolled,
 )
-from titan_loop.formats.format import Export, Format
-from titan_loop.formats.llama_shape import LlamaShape
-from titan_loop.formats.model_folder import write_model_folder
-from titan_loop.models.llama import LLAMA_SIZES
-
-_PARTS: Mapping[str, type] = {
-    "prelude_layers": int,
-    "coda_layers": int,
-    "bridge": bool,
-    "mixer": bool,
-    "damping": int,
-}
-"""Options that have the same names in config.json."""
+from titan_loop.formats.llama_shape import Card, Field, LlamaShape, auto_map
+from titan_loop.formats.model_folder import folder_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +43,20 @@ class RetrofitShape(BlockShape):
     title: ClassVar[str] = "retrofit"
     family: ClassVar[str] = "retrofit"
     model_type: ClassVar[str] = "titan_loop_retrofit"
+    class_name: ClassVar[str] = "RetrofitForCausalLM"
+    code: ClassVar[tuple[str, ...]] = (
+        "titan_loop.families.nanbeige.remote_code",
+        "titan_loop.families.retrofit.remote_code",
+    )
+    auto_map: ClassVar[Mapping[str, str]] = auto_map("retrofit", "Retrofit")
     steps_field: ClassVar[str | None] = "num_loops"
+    own_fields: ClassVar[Mapping[str, Field]] = {
+        "prelude_layers": Field("prelude_layers", least=0),
+        "coda_layers": Field("coda_layers", least=0),
+        "bridge": Field("bridge", bool),
+        "mixer": Field("mixer", bool),
+        "damping": Field("damping"),
+    }
     fixed: ClassVar[Mapping[str, Any]] = {**LlamaShape.fixed, "skip_loop_final_norm": True}
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
@@ -80,12 +79,6 @@ class RetrofitShape(BlockShape):
         of_block = ("hidden_act", "attention_bias", "mlp_bias", "head_dim")
         llama = {name: value for name, value in config.items() if name not in of_block}
         known = super().read_fields(llama | {"head_dim": None}) | {"block": block}
-        for name, kind in _PARTS.items():
-            value = config.get(name)
-            if value is None or type(value) is not kind or value < 0:
-                expected = "true or false" if kind is bool else "a whole number"
-                raise UserError(f"config.json: {name}={value!r:.40} must be {expected}")
-            known[name] = value
         # Older exports said only whether there was noise.
         noise = config.get("start_noise", None if config.get("start_at_zero") else 0.0)
         if type(noise) not in (int, float) or not 0 <= noise < float("inf"):
@@ -94,16 +87,6 @@ class RetrofitShape(BlockShape):
                 "model.start_noise of the training"
             )
         return known | {"start_noise": float(noise)}
-
-    def options(self) -> RetrofitOptions:
-        """As in the base class."""
-        return RetrofitOptions(
-            **self.shared_options(LLAMA_SIZES, RetrofitOptions().size),
-            norm_eps=self.norm_eps,
-            start_noise=self.start_noise,
-            **{name: getattr(self, name) for name in _PARTS},
-            **self.block,
-        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class, with bridge or mixer."""
@@ -124,18 +107,19 @@ class RetrofitShape(BlockShape):
             "hidden_act": "gelu_pytorch_tanh" if gelu else "silu",
             "mlp_bias": self.block["feed_forward_biases"],
             "block": unlike,
-            "architectures": ["RetrofitForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "configuration_retrofit.RetrofitConfig",
-                "AutoModel": "modeling_retrofit.RetrofitModel",
-                "AutoModelForCausalLM": "modeling_retrofit.RetrofitForCausalLM",
-            },
-            "num_loops": self.recurrent_steps,
             "skip_loop_final_norm": True,
-            **{name: getattr(self, name) for name in _PARTS},
             "start_at_zero": self.start_noise > 0,
             "start_noise": self.start_noise,
         }
+
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        core = self.n_layers - self.prelude_layers - self.coda_layers
+        return Card(
+            about=f"A language model of {self.n_layers} layers, of which {core} are applied "
+            f"{self.recurrent_steps} times to every token.",
+            tags=("looped-language-model", "custom_code"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,35 +161,14 @@ class RetrofitUnrolledShape(UnrolledShape):
         return None if chosen < 0 else chosen
 
 
-def _write_looped(export: Export, output: Path) -> None:
-    shape = export.shape
-    assert isinstance(shape, RetrofitShape)
-    core = shape.n_layers - shape.prelude_layers - shape.coda_layers
-    write_model_folder(
-        export,
-        output,
-        about=f"A language model of {shape.n_layers} layers, of which {core} are applied "
-        f"{shape.recurrent_steps} times to every token.",
-        tags=("looped-language-model", "custom_code"),
-        remote_code=(
-            "titan_loop.families.nanbeige.remote_code",
-            "titan_loop.families.retrofit.remote_code",
-        ),
-    )
-
-
-LOOPED = Format(
-    summary="folder for transformers; layers are stored once, with bridge, mixer and damping",
-    shape=RetrofitShape.from_architecture,
-    write=_write_looped,
-    dtypes=("float32", "bfloat16", "float16"),
-    folder=RetrofitShape,
+LOOPED = folder_format(
+    "folder for transformers; layers are stored once, with bridge, mixer and damping",
+    RetrofitShape,
     onnx=RetrofitOnnxShape,
 )
-UNROLLED = Format(
-    summary="folder for every engine in which every visit is a layer of the dense model's class",
-    shape=RetrofitUnrolledShape.from_architecture,
-    write=write_unrolled,
-    dtypes=("float32", "bfloat16", "float16"),
+UNROLLED = folder_format(
+    "folder for every engine in which every visit is a layer of the dense model's class",
+    RetrofitUnrolledShape,
+    folder=None,
     gguf=RetrofitUnrolledShape,
 )

