@@ -1,6 +1,7 @@
 """Cases of Llama's blocks, looped."""
 
 from functools import partial
+from typing import Any
 
 from tests.contracts.families import Compiled, Contract, Folder, Generated
 from tests.distributed.test_parity import HELD, Case
@@ -17,7 +18,7 @@ LAYOUTS = {
     "granite": "tp2",
     "phi3": "tp2",
 }
-SPLIT = {"n_layers": 3, "prelude_layers": 1, "coda_layers": 1}
+SPLIT: dict[str, Any] = {"n_layers": 3, "prelude_layers": 1, "coda_layers": 1}
 case = partial(Case, family=DenseOptions, steps=(3, 1))
 
 CONTRACT = Contract(
