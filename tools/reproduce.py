@@ -26,28 +26,27 @@ ENOUGH_SEEDS = 3
 HEADER = """# What is reproduced, and what is not
 
 Written by `python -m tools.reproduce` from each folder's `claims.py` and `results/`; do not edit.
-Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops. A
-dash marks a claim of this project, or of the paper that the remark names. Everything here but
-SmolLM2-135M is small: models of 10^4 to 10^6 parameters, trained on a CPU or, if their JSON says
-so, on one H200 that 14 or 15 jobs shared. Those runs used torch 2.11, with five names that
-torchtitan expects supplied by hand. One seed gives different initial weights on a CPU and on a GPU.
-Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed). For
-claims that compare two arms the difference is taken seed by seed. Percentages are cut off at 0 and
-100, differences are not. Intervals over questions and documents are not added; newer files in
-`results/` have them. Aims are ours and were set before the runs, unless the remark says otherwise;
-theirs is the paper's number, sometimes in another measure (see the remark). A command that is a
-script skips results that are committed, and may have fewer seeds than its row: `--again --seeds
-"1 2 3"` trains them anew, with results in `runs/results-again`. `titan-loop train` trains one seed,
-`--debug.seed S --dataloader.seed S`, and `titan-loop results add RUN` records it. Minutes are
-wall-clock time of a claim's final runs on shared cores, without first stages and searches for
-settings. `bash tools/claims_gpu.sh` trains more seeds of the undecided claims, many arms at a time.
-*Shown*: three seeds or more, and the whole interval meets the aim. *Partly*: the mean meets it, but
-not the whole interval, or there are fewer than three seeds. *Not*: the mean misses it.
-*Undecided*: the aim is within the interval. *No test*: the experiment cannot decide.
-† marks claims that include a run from uncommitted code, or from a commit not in the history.
+Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; a
+dash marks a claim of this project, or of the paper that the remark names. A line without numbers
+gives paper, command and the remarks of all rows below it. Everything but SmolLM2-135M is small:
+10^4 to 10^6 parameters, trained on a CPU or, if its JSON says so, on one H200 that 14 or 15 jobs
+shared (torch 2.11, with five names that torchtitan expects supplied by hand). One seed gives
+different initial weights on the two. Ours is the mean over seeds with its 95 % interval (Student's
+t), of two arms the difference seed by seed. Percentages are cut off at 0 and 100. Intervals over
+questions and documents are not added. Aims are ours and were set before the runs, unless the remark
+says otherwise; theirs is the paper's number, sometimes in another measure. A command that is a
+script skips committed results and may have fewer seeds than its row: `--again --seeds "1 2 3"`
+trains them anew in `runs/results-again`. `titan-loop train` trains one seed, `--debug.seed S
+--dataloader.seed S`, and `titan-loop results add RUN` records it. Minutes are wall-clock time of
+the final runs on shared cores, without first stages and searches. `bash tools/claims_gpu.sh` trains
+more seeds of the undecided claims. *Shown*: three seeds or more, and the whole interval meets the
+aim. *Partly*: the mean meets it, but not the whole interval, or there are fewer than three seeds.
+*Not*: the mean misses it. *Undecided*: the aim is within the interval. *No test*: the experiment
+cannot decide. † marks claims that include a run from uncommitted code, or from a commit not in the
+history.
 
-| paper | claim | theirs | aim | ours | seeds | verdict | command | minutes | remark |
-|---|---|---|---|---|---|---|---|---|---|
+| claim | theirs | aim | ours | seeds | verdict | minutes | remark |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -98,7 +97,7 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
     return f"{word}, undecided" if is_open else word
 
 
-def row(claim: Claim, results: Sequence[RunResult]) -> str:
+def row(claim: Claim, results: Sequence[RunResult], remark: str = "") -> str:
     """Return a line of the table, of a claim with at least one seed."""
     by_seed = numbers(claim, results)
     values = list(by_seed.values())
@@ -119,11 +118,15 @@ def row(claim: Claim, results: Sequence[RunResult]) -> str:
     seconds = sum(r.seconds for r in runs)
     mark = f" {UNCLEAN}" * any(r.unclean for r in runs)
     cells = (
-        claim.paper, claim.text, claim.theirs or "–", f"{', '.join(bounds)} {claim.unit}", ours,
-        f"{len(values)}{mark}", verdict(claim, values), f"`{claim.command}`", f"{seconds / 60:.0f}",
-        claim.note,
+        claim.text, claim.theirs or "–", f"{', '.join(bounds)} {claim.unit}", ours,
+        f"{len(values)}{mark}", verdict(claim, values), f"{seconds / 60:.0f}",
+        remark,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _remarks(claim: Claim) -> list[str]:
+    return [remark for remark in claim.note.split("; ") if remark]
 
 
 def page() -> str:
@@ -133,12 +136,29 @@ def page() -> str:
         for path in sorted(ROOT.glob("*/claims.py"))
         for claim in importlib.import_module(f"train_configs.{path.parent.name}.claims").CLAIMS
     ]
-    claims.sort(key=lambda claim: claim.paper)
     asked = {claim.recipe for claim in claims}
     folders = {path.name: path for path in ROOT.glob("*/results/*") if path.name in asked}
     results = {name: RunResult.all_of(path) for name, path in folders.items()}
-    known = [(claim, results.get(claim.recipe, [])) for claim in claims]
-    rows = [row(claim, found) for claim, found in known if numbers(claim, found)]
+    groups: dict[tuple[str, str], list[Claim]] = {}
+    for claim in sorted(claims, key=lambda claim: claim.paper):
+        if numbers(claim, results.get(claim.recipe, [])):
+            groups.setdefault((claim.paper, claim.command), []).append(claim)
+    rows = []
+    for (paper, command), group in groups.items():
+        remarks = [_remarks(claim) for claim in group]
+        said = [
+            remark
+            for remark in remarks[0]
+            if len(group) > 1 and all(remark in others for others in remarks)
+        ]
+        heading = f"**{paper}** `{command}`"
+        rows.append(f"| {': '.join(filter(None, (heading, '; '.join(said))))} |")
+        above = ""
+        for claim in group:
+            own = "; ".join(remark for remark in _remarks(claim) if remark not in said)
+            remark = "as above" if own and own == above else own
+            rows.append(row(claim, results[claim.recipe], remark))
+            above = own
     return HEADER + "\n".join(rows) + "\n"
 
 

@@ -30,9 +30,7 @@ README = Path(loop_fsdp.__file__).with_name("README.md")
 
 TABLE = [  # R, micro-batches, checkpointing
     (1, 1, "none"),
-    (2, 1, "none"),
     (4, 1, "none"),
-    (4, 1, "selective"),
     (4, 1, "full"),
     (4, 2, "none"),
 ]

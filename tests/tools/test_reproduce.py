@@ -55,7 +55,7 @@ def test_cells_may_be_chosen_by_the_results_and_be_none_yet():
     claim = replace(CLAIM, cells=lambda results: cells if len(results) == 2 else [])
     results = [result("first", 1, 0.5), result("second", 1, 0.25)]
     assert numbers(claim, results) == {1: 25.0}
-    assert row(claim, results).split(" | ")[8] == "2"  # minutes of both runs
+    assert row(claim, results).split(" | ")[6] == "2"  # minutes of both runs
     assert numbers(claim, results[:1]) == {}
 
 

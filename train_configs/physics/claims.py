@@ -37,7 +37,7 @@ CLAIMS = [
         at_least=0,
         unit="points",
         command=_EXAMS,
-        note="aim set after a first seed that ran at another rate; otherwise as in the row above",
+        note="as 002's row of Mano; aim set after a first seed that ran at another rate",
     ),
     Claim(
         paper="–",
@@ -48,8 +48,8 @@ CLAIMS = [
         at_least=-10,
         unit="points",
         command=_EXAMS,
-        note="as two rows above; in 002 the loop is 43.2 points ahead of 12⊗1, which ours does "
-        "not show",
+        note="as 002's row of Mano; in the paper the loop is 43.2 points ahead of 12⊗1, which ours "
+        "does not show",
     ),
     *(
         Claim(
