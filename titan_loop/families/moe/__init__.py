@@ -15,7 +15,7 @@ register(
         },
         objectives={"MoELoss": f"{_HERE}.objective:MoELoss"},
         verbs={
-            "moe": Verb(f"{_HERE}.command:moe", "experts for a dense model"),
+            "moe": Verb(f"{_HERE}.upcycling:moe", "experts for a dense model"),
         },
     )
 )

@@ -12,8 +12,9 @@ router is new). Deviations: scores are always normalised, copies may have noise,
 becomes sparse unless it is named.
 """
 
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from titan_loop.errors import UserError
 from titan_loop.families.moe.model import SIZES, MoEOptions
 from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
 from titan_loop.models.llama import llama_part
-from titan_loop.runs.conversion import remade_run
+from titan_loop.runs.conversion import how_to_train, remade_run
 from titan_loop.runs.saved_run import SavedRun
 
 _STACKS = {"w1_EFD": "w1", "w2_EDF": "w2", "w3_EFD": "w3"}
@@ -73,29 +74,27 @@ class MoEUpcycling:
         return options
 
 
-def upcycle_to_experts(
-    parent: Path, output: Path, upcycling: MoEUpcycling, command: Sequence[str]
-) -> Path:
-    """Write a new run with one checkpoint of step 0; its lineage has parent and new parts.
+def moe(model: Path, *, output: Path, upcycling: MoEUpcycling) -> None:
+    """Give a dense model experts, in a new run directory.
+
+    A model that loops keeps its loop; `titan-loop retrofit --mode plain` makes one of a model that
+    does not. See titan_loop/families/moe/README.md.
 
     Args:
-        parent: Run (its newest checkpoint is taken) or a checkpoint.
-
-    Returns:
-        The new checkpoint.
-
-    Raises:
-        UserError: As `MoEUpcycling.options`; `output` is not empty, or the checkpoint is not of the
-            run's architecture.
+        model: A run of family nanbeige, or a checkpoint of one; `titan-loop convert import` makes
+            one of a LlamaForCausalLM folder.
+        output: New run directory.
+        upcycling: The mixture.
     """
-    return remade_run(
-        parent,
-        output,
-        command,
-        options=upcycling.options,
-        entries=partial(_entries, noise=upcycling.noise),
-        how={"moe": asdict(upcycling)},
+    print(
+        remade_run(
+            *(model, output, sys.argv),
+            options=upcycling.options,
+            entries=partial(_entries, noise=upcycling.noise),
+            how={"moe": asdict(upcycling)},
+        )
     )
+    print(how_to_train(output))
 
 
 def _entries(

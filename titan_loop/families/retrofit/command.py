@@ -7,7 +7,6 @@ from pathlib import Path
 
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
-from titan_loop.families.retrofit.tying import Tie
 from titan_loop.formats.model_types import listing
 from titan_loop.runs.conversion import how_to_train
 
@@ -22,7 +21,6 @@ def retrofit(
     coda: int | None = None,
     recurrent_steps: int = 2,
     rank: int = 0,
-    tie: Tie = "average",
     noise: float = 0.0,
     scan: bool = False,
     list: bool = False,
@@ -50,8 +48,6 @@ def retrofit(
             tied the number of layers that one looped layer stands for.
         rank: Rank of adapters; 0 for none. With tied each step has a set, which approximates the
             differences from the dense layers.
-        tie: With tied, average the layers that a looped layer stands for, or (stepwise) copy layers
-            at equal distances.
         noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
             output.
         scan: Measure the cost of looping each span of layers, and write no run.
@@ -97,7 +93,6 @@ def retrofit(
         coda=coda,
         recurrent_steps=recurrent_steps,
         rank=rank,
-        tie=tie,
         noise=noise,
     )
     print(retrofit_run(model, output, surgery, sys.argv))

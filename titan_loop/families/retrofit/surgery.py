@@ -16,7 +16,6 @@ is then of family `retrofit`. One tensor is in memory at a time. The dense model
 is not carried over.
 """
 
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,10 +31,10 @@ from torch import Tensor
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.errors import UserError, nearest, seen_from
+from titan_loop.errors import UserError, seen_from
 from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
-from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
+from titan_loop.families.retrofit.tying import TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.models.dense import BlockOptions, DenseOptions
 from titan_loop.models.family import (
@@ -44,9 +43,9 @@ from titan_loop.models.family import (
     decoder_config,
     resolved,
 )
+from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 Mode: TypeAlias = Literal["identity", "plain", "damped", "dropped", "tied"]
@@ -64,7 +63,6 @@ class Surgery:
         recurrent_steps: R that the model is used at; for `damped` also the steps of one pass, for
             `tied` the number of layers that one looped layer stands for.
         rank: Rank of adapters; 0 for none.
-        tie: Rule by which `tied` makes one layer of several.
         noise: σ of the noise that the state of `dropped` starts from; 0 for the prelude's output.
     """
 
@@ -74,14 +72,9 @@ class Surgery:
     coda: int
     recurrent_steps: int = 2
     rank: int = 0
-    tie: Tie = "average"
     noise: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise UserError(f"--mode={self.mode} is unknown{nearest(self.mode, get_args(Mode))}")
-        if self.tie not in get_args(Tie):
-            raise UserError(f"--tie={self.tie} is unknown{nearest(self.tie, get_args(Tie))}")
         smallest = {"prelude": 0, "core": 1, "coda": 0, "recurrent_steps": 1, "rank": 0, "noise": 0}
         for name, least in smallest.items():
             value = getattr(self, name)
@@ -297,7 +290,7 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
     Raises:
         UserError: As `opened`; `output` is not empty, or the spans do not fit.
     """
-    with opened(path, command) as (dense, lineage), staged_folder(output) as staged:
+    with opened(path, command) as (dense, lineage):
         options = surgery.options(dense.options)
         config = {
             **dense.run.config,
@@ -305,18 +298,15 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
             "dataloader": dense.run.dataloader,
             "model": asdict(options),
         }
-        new = RunDirectory(staged)
         content = untrained(
             surgery.recurrent_steps,
             decoder_config(options, max_seq_len=1).architecture,
             data=dense.checkpoint.manifest["data"],
             lineage={**lineage, "retrofit": asdict(surgery)},
         )
-        write_checkpoint(new.checkpoint(0), _entries(dense, surgery, options), content)
         tokenizer = dense.run.path / TOKENIZER_NAME
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, staged / TOKENIZER_NAME)
-        new.create_or_open(command, config=config)
+        with written_run(output, config, command, tokenizer=tokenizer) as new:
+            write_checkpoint(new.checkpoint(0), _entries(dense, surgery, options), content)
     return RunDirectory(output).checkpoint(0)
 
 
@@ -325,7 +315,7 @@ def _entries(dense: Dense, surgery: Surgery, options: BlockOptions) -> dict[str,
     old = dense.tensors()
     dtype = next(iter(old.values())).dtype
     if surgery.mode == "tied":
-        tying = Tying(surgery.span, surgery.rank, surgery.tie, dense.read, options.norm_offset)
+        tying = Tying(surgery.span, surgery.rank, dense.read, options.norm_offset)
         shapes = {name: entry.shape for name, entry in old.items()}
         return {
             name: LazyTensor(shape, dtype, partial(produce, dtype))

@@ -1,27 +1,24 @@
 """Tied layers: a looped layer stands for the layers of several passes, adapters for the difference.
 
     dense layer P + s·C + i  ≈  looped layer i in step s + 1,   i < C,   s < S
-    W_i = mean over s of W_{P+sC+i} (average), or one of S·C layers at equal distances (stepwise)
+    W_i = mean over s of W_{P+sC+i}
     U_s V_s = the best approximation of W_{P+sC+i} − W_i of rank k,   from its singular values
 
 The gain of a norm is first folded into the matrices that read it, W ← W diag(γ), and is then set
 to 1: the adapters then cover it, too, and at full rank the loop is the dense model. Of vectors that
-no matrix reads, as gains after a branch or of queries, and biases, the same rule makes one.
+no matrix reads, as gains after a branch or of queries, and biases, the mean is taken, too.
 
-Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average,
-stepwise), §2.3 (singular values). Deviation: gains are folded; the paper ties norms as they are.
+Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average),
+§2.3 (singular values). Deviation: gains are folded; the paper ties norms as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-Tie: TypeAlias = Literal["average", "stepwise"]
-"""Rule that makes one looped layer of the layers that it stands for."""
 
 Produced: TypeAlias = tuple[tuple[int, ...], Callable[[torch.dtype], Tensor]]
 """Shape of a new tensor, and a function that makes it in a dtype."""
@@ -66,11 +63,6 @@ class TiedSpan:
         for layer in range(self.coda):
             yield first + layer, self.prelude + self.core + layer
 
-    def stepwise(self, layer: int) -> int:
-        """Return the dense layer that a looped layer copies; the first and the last are kept."""
-        distance = (self.passes * self.core - 1) / max(1, self.core - 1)
-        return self.prelude + round(layer * distance)
-
 
 class Tying:
     """The tensors of a tied model, each made from the dense model's when it is asked for.
@@ -81,11 +73,10 @@ class Tying:
     """
 
     def __init__(
-        self, span: TiedSpan, rank: int, tie: Tie, read: Callable[[str], Tensor], offset: bool
+        self, span: TiedSpan, rank: int, read: Callable[[str], Tensor], offset: bool
     ) -> None:
         self._span = span
         self._rank = rank
-        self._tie = tie
         self._read = read
         self._offset = offset
         self._normed: frozenset[str] = frozenset()
@@ -154,8 +145,6 @@ class Tying:
         return weight
 
     def _tied(self, layer: int, name: str, dtype: torch.dtype) -> Tensor:
-        if self._tie == "stepwise":
-            return self._folded(self._span.stepwise(layer), name).to(dtype)
         behind = self._span.behind(layer)
         total = self._folded(behind[0], name)
         for other in behind[1:]:
