@@ -13,6 +13,7 @@ outputs, not on embeddings and attention weights.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import spmd_types as spmd
 import torch
@@ -25,6 +26,7 @@ from torchtitan.models.common.decoder_sharding import (
     norm_config,
     rowwise_config,
 )
+from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.protocols.module import Module
@@ -34,9 +36,10 @@ from titan_loop.models.attention import AttentionBackend, LoopAttention, inner_a
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout, dropout_config
-from titan_loop.models.family import ModelSize
+from titan_loop.models.family import ModelOptions, ModelSize
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.positions import RotateHalf
+from titan_loop.models.readout import LMHead
 from titan_loop.models.sharding import set_attention_sharding, state_placement
 
 NORM_EPS = 1e-5
@@ -218,4 +221,43 @@ def block_config(
         ),
         ffn_bias=StateBias.Config(dim=shape.dim, param_init=ZERO),
         dropout=dropout_config(dropout),
+    )
+
+
+DecoderConfig = TypeVar("DecoderConfig", bound=GPT2Decoder.Config)
+
+
+def gpt2_config(
+    kind: type[DecoderConfig],
+    options: ModelOptions,
+    shape: ModelSize,
+    *,
+    table: dict[str, Callable],
+    **own: Any,
+) -> DecoderConfig:
+    """Return the architecture of a decoder of such blocks, whose norm stands at the readout.
+
+    Args:
+        table: Initialisers of the embedding.
+        own: Its layers, and the fields that `kind` adds or sets differently.
+    """
+    # A tied matrix is initialised twice, as embedding and as head: both must draw alike.
+    head_init = table if options.tie_weights else matrix_init(shape.dim)
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=head_init)
+    if options.readout_chunk_tokens is not None:
+        head.chunk_tokens = options.readout_chunk_tokens
+    return kind(
+        dim=shape.dim,
+        vocab_size=shape.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=table
+        ),
+        norm_placement="readout",
+        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
+            normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT
+        ),
+        lm_head=head,
+        enable_weight_tying=options.tie_weights,
+        recurrent_steps=shape.recurrent_steps,
+        **own,
     )

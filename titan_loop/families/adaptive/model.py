@@ -26,7 +26,6 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 from torch import nn
-from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.nn_modules import LayerNorm
 
 from titan_loop.bounds import FINITE
@@ -44,13 +43,12 @@ from titan_loop.models.family import (
 from titan_loop.models.gpt2_block import (
     NORM_EPS,
     NORM_INIT,
-    FinalLayerNorm,
     block_config,
+    gpt2_config,
     matrix_init,
 )
 from titan_loop.models.loop_options import PLAIN_LOOP, ROPE_THETA
 from titan_loop.models.positions import RotateHalf
-from titan_loop.models.readout import LMHead
 
 SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=1),
@@ -169,26 +167,13 @@ def decoder_config(
             )
         return config
 
-    head = LMHead.Config(
-        in_features=dim, out_features=shape.vocab_size, param_init={"weight": matrix}
-    )
-    if options.readout_chunk_tokens is not None:
-        head.chunk_tokens = options.readout_chunk_tokens
-    return AdaptiveDecoder.Config(
-        dim=dim,
-        vocab_size=shape.vocab_size,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=dim, param_init={"weight": matrix}
-        ),
+    return gpt2_config(
+        AdaptiveDecoder.Config,
+        options,
+        shape,
+        table={"weight": matrix},
         layers=[layer() for _ in range(shape.n_layers)],
         bank=bank(options.global_slots),
-        norm_placement="readout",
-        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
-            normalized_shape=dim, eps=NORM_EPS, param_init=NORM_INIT
-        ),
-        lm_head=head,
-        enable_weight_tying=options.tie_weights,
-        recurrent_steps=shape.recurrent_steps,
         decay_controls=options.decay_controls,
     )
 

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError
 from titan_loop.models.family import (
@@ -36,12 +35,10 @@ from titan_loop.models.family import (
     ModelSize,
 )
 from titan_loop.models.gpt2_block import (
-    NORM_EPS,
-    NORM_INIT,
     ZERO,
-    FinalLayerNorm,
     GPT2Decoder,
     block_config,
+    gpt2_config,
     matrix_init,
 )
 from titan_loop.models.initialisation import normal_matrix
@@ -52,7 +49,6 @@ from titan_loop.models.positions import (
     Positions,
     PositionTable,
 )
-from titan_loop.models.readout import LMHead
 
 SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=3),
@@ -129,31 +125,17 @@ def decoder_config(
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, table = shape.dim // shape.n_heads, _table(options, shape)
-
     rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
-    # A tied matrix is initialised twice, as embedding and as head: both must draw alike.
-    head_init = table if options.tie_weights else matrix_init(shape.dim)
-    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=head_init)
-    if options.readout_chunk_tokens is not None:
-        head.chunk_tokens = options.readout_chunk_tokens
-    return GPT2Decoder.Config(
-        dim=shape.dim,
-        vocab_size=shape.vocab_size,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=table
-        ),
+    return gpt2_config(
+        GPT2Decoder.Config,
+        options,
+        shape,
+        table=table,
         layers=[
             block_config(shape, options.attention, rotation, ZERO, dropout=options.dropout)
             for _ in range(shape.n_layers)
         ],
-        norm_placement="readout",
         positions=positions,
-        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
-            normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT
-        ),
-        lm_head=head,
-        enable_weight_tying=options.tie_weights,
-        recurrent_steps=shape.recurrent_steps,
     )
 
 
