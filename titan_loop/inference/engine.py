@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from titan_loop.errors import UserError, require_at_least
-from titan_loop.inference.cache import cache_strategy
+from titan_loop.inference.cache import LoopCache, cache_strategy
+from titan_loop.inference.captured import CapturedVisits
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
 from titan_loop.inference.rows import Batch, Completion, GeneratedToken, Request, Row
@@ -122,6 +123,7 @@ class Engine:
             decider=self._decider([]),
             sampling=sampling,
             recurrent_steps=self.recurrent_steps,
+            captured=self._captured(cache),
         )
         while waiting or batch.rows:
             free = places - len(batch.rows)
@@ -150,6 +152,13 @@ class Engine:
         for event in self.stream(requests, rows=rows, sampling=sampling, generator=generator):
             completions[event.row].add(event)
         return completions
+
+    def _captured(self, cache: LoopCache) -> CapturedVisits | None:
+        """Return graphs for the visits of a cache, where they pay and hooks do not see each one."""
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.stack.model.modules())
+        if self.stack.device.type != "cuda" or hooked:
+            return None
+        return CapturedVisits(self.stack, cache)
 
     def _rows(
         self, requests: Sequence[Request], sampling: Sampling, generator: torch.Generator | None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from titan_loop.inference.cache import LoopCache
+from titan_loop.inference.captured import CapturedVisits
 from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_decider import ExitDecider, append_rows
 from titan_loop.inference.measures import log_probabilities
@@ -206,6 +207,7 @@ class Batch:
     Attributes:
         cache: The rows' keys and values, with room for as many rows as may run at once.
         state: State of each row's newest token after `Row.step` steps; None before the first.
+        captured: Graphs of the visits of this cache; None without.
     """
 
     stack: Stack
@@ -215,6 +217,7 @@ class Batch:
     sampling: Sampling
     recurrent_steps: int
     state: LoopState | None = None
+    captured: CapturedVisits | None = None
     _placed: tuple[list[int], LoopContext] | None = None
 
     def advance(self) -> Iterator[GeneratedToken]:
@@ -225,11 +228,8 @@ class Batch:
         for row in self.rows:
             row.step += 1
         steps = [row.step for row in self.rows]
-        context = self._context()
         reads = self.decider.reads(steps)
-        tokens_BL = self.column(row.token for row in self.rows) if 1 in steps else None
-        seen = context._replace(said_BLV=self.decider.log_prob)
-        state = self.stack.step(self.state, tokens_BL, steps, seen, reads=reads)
+        state = self._visited(steps, reads=reads)
         before = state if self.state is None else self.state
         self.state = state
         if not reads:  # then no token can leave
@@ -240,11 +240,21 @@ class Batch:
         leaving = leaves_BL[:, 0].nonzero()[:, 0]
         if not len(leaving):
             return
-        self.cache.leave(leaving, context.positions_BL[leaving, 0], step_BL[leaving, 0])
         left = [self.rows[index] for index in leaving.tolist()]
+        positions = self.column(row.position for row in left)[:, 0]
+        self.cache.leave(leaving, positions, step_BL[leaving, 0])
         logits_BV = self.stack.readout(state.read_BLD[leaving])[:, 0]
         for row, token in zip(left, self.sample(logits_BV, left), strict=True):
             yield row.accept(token, row.step)
+
+    def _visited(self, steps: Sequence[int], *, reads: bool) -> LoopState:
+        tokens = [row.token for row in self.rows]
+        if self.captured is not None and self.state is not None:
+            positions = [row.position for row in self.rows]
+            return self.captured.step(self.state, tokens, steps, positions, reads=reads)
+        tokens_BL = self.column(tokens) if 1 in steps else None
+        context = self._context()._replace(said_BLV=self.decider.log_prob)
+        return self.stack.step(self.state, tokens_BL, steps, context, reads=reads)
 
     def shares(self, rows: Sequence[Row], decider: ExitDecider) -> Tensor | None:
         """Return the random number of each row's token, drawn as it begins; None if none is needed.

@@ -109,7 +109,11 @@ class Stack:
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
         """Return the context that the steps of new tokens share."""
-        places = Places.of(positions_BL, by_row=self.reads_rows)
+        return self.context_at(Places.of(positions_BL, by_row=self.reads_rows), cache)
+
+    def context_at(self, places: Places, cache: LoopCache) -> LoopContext:
+        """Return the context that the steps of tokens at these places share."""
+        positions_BL = places.positions_BL
         key_S = torch.arange(places.seen, device=self.device)
         distance_B1LS = (positions_BL.unsqueeze(-1) - key_S).unsqueeze(1)
         # Rows in step see all their keys.
@@ -138,12 +142,31 @@ class Stack:
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """
         step = steps[0] if min(steps) == max(steps) else torch.tensor(steps, device=self.device)
+        self.count(len(steps) * context.positions_BL.shape[1])
+        return self.visit(state, tokens_BL, step, context, reads=reads)
+
+    def count(self, tokens: int) -> None:
+        """Count an application of the stack to so many tokens."""
+        self.work.applications += 1
+        self.work.token_steps += tokens
+
+    def visit(
+        self,
+        state: LoopState | None,
+        tokens_BL: Tensor | None,
+        step: int | Tensor,
+        context: LoopContext,
+        *,
+        reads: bool,
+    ) -> LoopState:
+        """Apply the stack as `step` does; `step` is every row's, or a (B,) tensor.
+
+        The host reads no tensor, unless the family does, so that a graph can be captured.
+        """
         carry = self._carry(state, tokens_BL, step, context)
         hidden_BLD = self.model.step(carry, step, context)
         first_BLD = tree_leaves(hidden_BLD)[0]
         read_BLD = self.model.read(hidden_BLD, context, step) if reads else first_BLD
-        self.work.applications += 1
-        self.work.token_steps += len(steps) * context.positions_BL.shape[1]
         return LoopState(carry, hidden_BLD, read_BLD)
 
     def _carry(

@@ -280,6 +280,7 @@ class ServingEngine(Engine):
             decider=RowDecider(stack, []),
             sampling=Sampling(),
             recurrent_steps=steps,
+            captured=self._captured(cache),
         )
 
     def check(self, settings: RowSettings, prompt: Sequence[int]) -> None:
