@@ -11,7 +11,7 @@ On a CPU the same visits run without a graph, for tests. Not yet run on a GPU.
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class FixedVisit:
         self._graph.replay()
         return tree_map(torch.clone, self._output)  # the next replay writes there
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Record the visit; nothing is computed. Libraries must have set themselves up by a run."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool):
@@ -95,7 +95,7 @@ class CapturedVisits:
         self._visits: dict[Kind, FixedVisit] = {}
         self._captures = stack.device.type == "cuda"
         # Graphs may share memory, since what one wrote is copied before another runs.
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else (0, 0)
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     def step(
         self,
