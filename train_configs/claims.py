@@ -7,6 +7,7 @@ ran, unless a note says otherwise.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_loop.analysis.results import RunResult
 
@@ -45,9 +46,9 @@ class Claim:
         is_test: False if the number says nothing of the claim; there is no verdict then.
     """
 
-    paper: str
+    paper: str = "–"
     text: str
-    theirs: str
+    theirs: str = ""
     recipe: str
     cells: Sequence[Cell] | Callable[[Sequence[RunResult]], Sequence[Cell]]
     at_least: float | None = None
@@ -57,6 +58,10 @@ class Claim:
     command: str
     note: str = ""
     is_test: bool = True
+
+
+bits_claim = partial(Claim, factor=1.0, unit="bits per byte")
+"""Makes a claim in bits per byte."""
 
 
 def text_cell(stage: str, steps: int) -> Cell:

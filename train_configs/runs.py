@@ -8,6 +8,7 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.models.family import ModelOptions
+from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
@@ -29,6 +30,9 @@ def run(
     save_every: int,
     at_once: int = 0,
     log_every: int = 10,
+    optimizer: str = "adamw",
+    max_norm: float | None = None,
+    keep_latest: int | None = None,
     **settings: Any,
 ) -> LoopTrainer.Config:
     """Return a run whose batch has one size.
@@ -36,6 +40,8 @@ def run(
     Args:
         windows: Windows of a training step on all ranks.
         at_once: Windows of a rank at a time; 0 for all of a step.
+        max_norm: Largest norm of the gradient; None for the trainer's.
+        keep_latest: Number of newest checkpoints to keep; None for the trainer's.
     """
     if isinstance(steps, int):
         steps = Schedule.constant(steps)
@@ -52,7 +58,33 @@ def run(
     config.training.local_batch_size = at_once or windows
     config.checkpoint.interval = save_every
     config.metrics.log_freq = log_every
+    config.optimizer.name = optimizer
+    if max_norm is not None:
+        config.training.max_norm = max_norm
+    if keep_latest is not None:
+        config.checkpoint.keep_latest_k = keep_latest
     return config
+
+
+def recipe_of(name: str, configs: Mapping[str, LoopTrainer.Config]) -> Recipe:
+    """Return a recipe of runs that start from initial weights, by the names of their stages."""
+    return Recipe(
+        name=name, stages=[Stage(name=arm, config=config) for arm, config in configs.items()]
+    )
+
+
+def cosine(rate: float, tokens: int, *, start: float = 0.0, warmup: int | None = None) -> Schedule:
+    """Return a rate that falls to a tenth of its largest by half of a cosine.
+
+    `warmup` is the number of tokens in which it rises; None for a twentieth of all.
+    """
+    return Schedule.warmup_cosine(
+        rate,
+        start=start,
+        warmup_tokens=tokens // 20 if warmup is None else warmup,
+        total_tokens=tokens,
+        final=rate / 10,
+    )
 
 
 def text(corpus: str = CORPUS, **settings: Any) -> WindowLoader.Config:

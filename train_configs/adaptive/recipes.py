@@ -28,15 +28,14 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
-from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..physics.capo import Capo
-from ..runs import run
+from ..runs import cosine, recipe_of, run
 from .task import ManoCapo
 
 CORPUS = "corpora/adaptive/fineweb-edu"
@@ -87,22 +86,18 @@ def adaptive_200m() -> Recipe:
         # The published 480M: 36 · 2 · 768 · 2,680 parameters more than iso_flop.
         "iso_flop_memory": {**plain, "n_layers": 36, "hidden_dim": 5_752},
     }
-    return Recipe(
-        name="adaptive_200m",
-        stages=[Stage(name=name, config=_language(options)) for name, options in arms.items()],
-    )
+    return recipe_of("adaptive_200m", {name: _language(options) for name, options in arms.items()})
 
 
 def adaptive_small() -> Recipe:
     """One layer of D 64 on arithmetic and biographies, on one core: loops, memory, baselines."""
-    return Recipe(
-        name="adaptive_small",
-        stages=[Stage(name=name, config=_small(options)) for name, options in SMALL_ARMS.items()],
+    return recipe_of(
+        "adaptive_small", {name: _small(options) for name, options in SMALL_ARMS.items()}
     )
 
 
 def _language(options: dict[str, Any]) -> LoopTrainer.Config:
-    config = run(
+    return run(
         AdaptiveOptions(size="published", vocab_size=50_304, **options),
         WindowLoader.Config(mixture=[f"{CORPUS}=1"]),
         tokens=TOKENS_200M,
@@ -118,31 +113,27 @@ def _language(options: dict[str, Any]) -> LoopTrainer.Config:
         held_out=HeldOutConfig(depths=[1]),
         activation_checkpoint=SelectiveAC.Config(),
         save_every=1_000,
+        max_norm=1.0,
     )
-    config.training.max_norm = 1.0
-    return config
 
 
 def _small(options: dict[str, Any]) -> LoopTrainer.Config:
-    config = run(
+    return run(
         AdaptiveOptions(size="debugmodel", **{"n_layers": 1, **options}),
         TaskLoader.Config(task=SMALL_TASK),
         tokens=SMALL_TOKENS,
         window=SMALL_WINDOW,
         windows=SMALL_BATCH // SMALL_WINDOW,
-        rate=Schedule.warmup_cosine(
-            1e-2, warmup_tokens=200 * SMALL_BATCH, total_tokens=SMALL_TOKENS, final=1e-3
-        ),
+        rate=cosine(1e-2, SMALL_TOKENS, warmup=200 * SMALL_BATCH),
         steps=1,
         adamw=AdamWConfig(beta2=0.98, weight_decay=0.1),
-        optimizer=LoopOptimizers.Config(name="muon"),
+        optimizer="muon",
         loss=PonderCostLoss.Config(),
         suite=SuiteConfig(interval=500, tasks=[SMALL_TASK.name], depths=[1], questions=400),
         save_every=2_000,
         log_every=100,
+        keep_latest=2,
     )
-    config.checkpoint.keep_latest_k = 2
-    return config
 
 
 _ROWS = {name.replace("_", " "): {"stage": name} for name in SMALL_ARMS}

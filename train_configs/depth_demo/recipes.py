@@ -11,13 +11,13 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import by_steps, run
+from ..runs import by_steps, cosine, recipe_of, run
 
 TOTAL_TOKENS = 4_000_000
 
@@ -36,10 +36,7 @@ TABLES = {
 
 def depth_demo() -> Recipe:
     """Why loop: modular arithmetic by the same layer four times, and once."""
-    return Recipe(
-        name="depth_demo",
-        stages=[Stage(name="looped", config=_run(4)), Stage(name="not_looped", config=_run(1))],
-    )
+    return recipe_of("depth_demo", {"looped": _run(4), "not_looped": _run(1)})
 
 
 def _run(steps: int) -> LoopTrainer.Config:
@@ -50,9 +47,7 @@ def _run(steps: int) -> LoopTrainer.Config:
         tokens=TOTAL_TOKENS,
         window=64,
         windows=16,
-        rate=Schedule.warmup_cosine(
-            4e-3, start=4e-4, warmup_tokens=200_000, total_tokens=TOTAL_TOKENS, final=4e-4
-        ),
+        rate=cosine(4e-3, TOTAL_TOKENS, start=4e-4, warmup=200_000),
         steps=steps,
         entropy_weight=Schedule.constant(0.05),
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),

@@ -1,20 +1,16 @@
 """Claims about looping itself, and the results that show them or do not."""
 
-from ..claims import Claim, text_cell
+from ..claims import bits_claim, text_cell
 
 _DEPTH = "bash tools/depth_pays.sh"
 
 CLAIMS = [
     *(
-        Claim(
-            paper="–",
+        bits_claim(
             text=f"text: gain of R = 4 over {other}, Muon",
-            theirs="",
             recipe="depth_pays_tuned",
             cells=[text_cell(stage, 1), text_cell("looped_2e-2", 4)],
             at_least=least,
-            factor=1.0,
-            unit="bits per byte",
             command=f"{_DEPTH} --tuned",
             note="each at the best of five rates apart by 2, on seeds 1 and 2 of the five (search "
             f"partly on an H200); {note}",
@@ -56,28 +52,20 @@ CLAIMS = [
             ),
         )
     ),
-    Claim(
-        paper="–",
+    bits_claim(
         text="text: 8 steps minus 4, where the last fifth of training alternates between them",
-        theirs="",
         recipe="depth_pays_again",
         cells=[text_cell("late_8_muon", 8), text_cell("late_8_muon", 4)],
         at_most=0.01,
-        factor=1.0,
-        unit="bits per byte",
         command=f"{_DEPTH} --again late_8_muon",
         note="training includes 8 steps; nothing is shown beyond that; a first training on another "
         "corpus, from uncommitted code: 0.008 [0.006, 0.011]",
     ),
-    Claim(
-        paper="–",
+    bits_claim(
         text="text: price of the exit gate at R = 4, Muon",
-        theirs="",
         recipe="depth_pays",
         cells=[text_cell("looped_muon", 4), text_cell("last_step_muon", 4)],
         at_most=0.01,
-        factor=1.0,
-        unit="bits per byte",
         command=_DEPTH,
         note="at 1.4 times the FLOPs; the rate was chosen on R = 4; with AdamW 0.024 [0.005, "
         "0.044]",

@@ -25,13 +25,13 @@ from typing import Any
 
 from titan_loop.analysis.results import ResultTable, Where
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import SOURCES, at, bits_table, by_source, run, text
+from ..runs import SOURCES, at, bits_table, by_source, cosine, recipe_of, run, text
 
 TOTAL_TOKENS = 3_000_000
 TOTAL_FLOPS = 1.327e13
@@ -238,37 +238,31 @@ TABLES = {
 
 def depth_pays() -> Recipe:
     """Why loop: one model trained without loops, with them, grown, and with each option alone."""
-    return Recipe(
-        name="depth_pays",
-        stages=[Stage(name=name, config=_arm(**options)) for name, options in ARMS.items()],
-    )
+    return recipe_of("depth_pays", {name: _arm(**options) for name, options in ARMS.items()})
 
 
 def depth_pays_rates() -> Recipe:
     """Best learning rate at R = 1, 2, 4 and 8, with and without the residual scale."""
-    return Recipe(
-        name="depth_pays_rates",
-        stages=[
-            Stage(
-                name=f"r{steps}{scale}_{name}",
-                config=_arm(steps=steps, rate=rate, tokens=RATE_TOKENS, **options),
-            )
+    return recipe_of(
+        "depth_pays_rates",
+        {
+            f"r{steps}{scale}_{name}": _arm(steps=steps, rate=rate, tokens=RATE_TOKENS, **options)
             for scale, options in SCALES.items()
             for steps in (1, 2, 4, 8)
             for name, rate in RATES.items()
-        ],
+        },
     )
 
 
 def depth_pays_tuned() -> Recipe:
     """Loops, layers and more text, every arm at its own best learning rate."""
-    return Recipe(
-        name="depth_pays_tuned",
-        stages=[
-            Stage(name=f"{arm}_{name}", config=_arm(rate=rate, optimizer="muon", **options))
+    return recipe_of(
+        "depth_pays_tuned",
+        {
+            f"{arm}_{name}": _arm(rate=rate, optimizer="muon", **options)
             for arm, options in TUNED.items()
             for name, rate in TUNED_RATES.items()
-        ],
+        },
     )
 
 
@@ -317,20 +311,14 @@ def _arm(
         tokens=tokens,
         window=256,
         windows=4,
-        rate=Schedule.warmup_cosine(
-            rate,
-            start=rate / 10,
-            warmup_tokens=tokens // 20,
-            total_tokens=tokens,
-            final=rate / 10,
-        ),
+        rate=cosine(rate, tokens, start=rate / 10),
         steps=recurrence,
         entropy_weight=Schedule.constant(0.1),
         held_out=HeldOutConfig(interval=0, depths=sorted({1, 2, most, 2 * most})),
         save_every=10_000,
         log_every=20,
+        optimizer=optimizer,
     )
-    config.optimizer.name = optimizer
     config.ema.decay = average
     config.total_flops = TOTAL_FLOPS if same_flops else None
     return config

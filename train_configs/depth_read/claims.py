@@ -1,20 +1,16 @@
 """Claims about early steps that can be read, and the results that show them or do not."""
 
-from ..claims import Claim, text_cell
+from ..claims import bits_claim, text_cell
 
 _READ = "bash tools/depth_read.sh"
 
 CLAIMS = [
     *(
-        Claim(
-            paper="–",
+        bits_claim(
             text=f"text: step {steps} of a loop that can stop at every step, minus {other}",
-            theirs="",
             recipe="depth_read",
             cells=[text_cell("rank32_distilled_first_quarter", steps), text_cell(stage, steps)],
             at_most=most,
-            factor=1.0,
-            unit="bits per byte",
             command=_READ,
             note="the best of 20 settings (here rank 32 and distillation) by seed 1's score on "
             f"this exam, beside one setting; {cost}",

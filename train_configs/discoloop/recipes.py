@@ -42,12 +42,11 @@ from titan_loop.models.loop_options import LoopOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
-from titan_loop.training.optimizers.container import LoopOptimizers
 from titan_loop.training.optimizers.muon import MuonConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at, by_steps, run
+from ..runs import at, by_steps, recipe_of, run
 from .task import Form, TwoGraph
 
 CORPUS = "corpora/discoloop"
@@ -118,9 +117,8 @@ def discoloop_440m() -> Recipe:
         "ponder": PonderOptions(**shared, scale_embeddings=True, start_factor=steps - 1.0),
         "discoloop": DiscoLoopOptions(**shared, top_k=128),
     }
-    return Recipe(
-        name="discoloop_440m",
-        stages=[Stage(name=name, config=_language(model, steps)) for name, model in models.items()],
+    return recipe_of(
+        "discoloop_440m", {name: _language(model, steps) for name, model in models.items()}
     )
 
 
@@ -241,7 +239,7 @@ def _language(model: LoopOptions, steps: int) -> LoopTrainer.Config:
         at_once=1,
         rate=Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {TOKENS_440M}:1e-5"),
         steps=steps,
-        optimizer=LoopOptimizers.Config(name="muon"),
+        optimizer="muon",
         adamw=AdamWConfig(eps=1e-15),
         muon=MuonConfig(momentum=0.95),
         activation_checkpoint=SelectiveAC.Config(),

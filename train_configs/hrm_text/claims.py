@@ -4,10 +4,8 @@ from ..claims import Claim, mano_cell
 
 CLAIMS = [
     Claim(
-        paper="–",
         text="Mano: two layers looped, minus them visited once on four times the tokens, equal "
         "FLOPs",
-        theirs="",
         recipe="hrm_small",
         cells=[mano_cell("loop_flops_mano", 4), mano_cell("plain_flops_mano", 1)],
         at_least=0,

@@ -46,7 +46,7 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverageConfig
 
-from ..runs import at, bits_table, by_source, run
+from ..runs import at, bits_table, by_source, cosine, run
 from ..runs import text as text_data
 
 CORPUS = "corpora/hrm_text"
@@ -134,9 +134,7 @@ def hrm_text_1b() -> Recipe:
     pretraining.ema = WeightAverageConfig(decay=0.9999)
     tokens = SFT_STEPS * SFT_BATCH
     sft = _published("sft", tokens, SFT_WINDOW, SFT_BATCH, epochs=5)
-    sft.learning_rate = Schedule.warmup_cosine(
-        3e-5, warmup_tokens=0, total_tokens=tokens, final=3e-6
-    )
+    sft.learning_rate = cosine(3e-5, tokens, warmup=0)
     sft.recurrence.backward_steps = MOST_REACH
     sft.ema = WeightAverageConfig(decay=0.999)
     sft.checkpoint.interval = 100
@@ -187,8 +185,8 @@ def _published(
         held_out=HeldOutConfig(depths=[1, HIGH]),
         activation_checkpoint=SelectiveAC.Config(),
         save_every=2_000,
+        max_norm=1.0,
     )
-    config.training.max_norm = 1.0
     config.parallelism.tensor_parallel_degree = 4
     return config
 
@@ -212,9 +210,7 @@ def _small(
         tokens=tokens,
         window=window,
         windows=batch // window,
-        rate=Schedule.warmup_cosine(
-            1e-2, warmup_tokens=tokens // 20, total_tokens=tokens, final=1e-3
-        ),
+        rate=cosine(1e-2, tokens),
         steps=recurrence,
         total_flops=FLOPS[task] if same_flops else None,
         held_out=HeldOutConfig(depths=[steps], windows=128),

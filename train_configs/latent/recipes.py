@@ -41,7 +41,7 @@ from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import by_steps, run
+from ..runs import by_steps, cosine, run
 from .task import DagArithmetic, DagChainOfThought
 
 PAPER = DagArithmetic(most_depth=7, by_depth=True)  # theirs: 6, with leaves at 0
@@ -286,9 +286,7 @@ def _small(
         tokens=tokens,
         window=window,
         windows=windows,
-        rate=Schedule.warmup_cosine(
-            1e-2, start=1e-3, warmup_tokens=tokens // 50, total_tokens=tokens, final=1e-3
-        ),
+        rate=cosine(1e-2, tokens, start=1e-3, warmup=tokens // 50),
         end_to_end=end_to_end,
         adamw=AdamWConfig(beta2=0.98, weight_decay=0.01),
         suite=suite,

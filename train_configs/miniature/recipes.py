@@ -191,7 +191,7 @@ def _config(
 
     Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
     """
-    config = run(
+    return run(
         OuroOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
         WindowLoader.Config(mixture=scale.mixture(mixture), seed=seed, max_epochs=4),
         tokens=scale.tokens(tokens),
@@ -208,6 +208,5 @@ def _config(
         ),
         save_every=100,
         log_every=5,
+        keep_latest=2,
     )
-    config.checkpoint.keep_latest_k = 2
-    return config

@@ -37,7 +37,7 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..quickstart.recipes import QUICK_TOKENS, quickstart
-from ..runs import SOURCES, at, bits_table, by_source, run
+from ..runs import SOURCES, at, bits_table, by_source, recipe_of, run
 
 DIM, EXPERT_WIDTH = 96, 128
 SHAPE: dict[str, Any] = {"size": "quickstart", "dim": DIM, "n_heads": 4, "n_kv_heads": 4}
@@ -138,10 +138,7 @@ XLLM_BATCH = 512 * 8192
 def looped_moe_small() -> Recipe:
     """Dense or sparse, looped or not, at equal FLOPs and at equal parameters, on two cores."""
     arms = {**{name: (*arm, RATE) for name, arm in ARMS.items()}, **SETTINGS}
-    return Recipe(
-        name="looped_moe_small",
-        stages=[Stage(name=name, config=_arm(*arm)) for name, arm in arms.items()],
-    )
+    return recipe_of("looped_moe_small", {name: _arm(*arm) for name, arm in arms.items()})
 
 
 def _arm(model: LlamaOptions, steps: int, rate: float) -> LoopTrainer.Config:

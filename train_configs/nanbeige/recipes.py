@@ -76,7 +76,7 @@ def few_bits() -> Recipe:
 
 
 def _few_bits(layers: int, dim: int, steps: int) -> LoopTrainer.Config:
-    config = run(
+    return run(
         DenseOptions(
             size="quickstart",
             n_layers=layers,
@@ -95,6 +95,5 @@ def _few_bits(layers: int, dim: int, steps: int) -> LoopTrainer.Config:
         ),
         steps=steps,
         save_every=100_000,  # at the end alone
+        optimizer="muon",
     )
-    config.optimizer.name = "muon"
-    return config

@@ -283,8 +283,8 @@ def _config(
         adamw=AdamWConfig(weight_decay=0.1, beta1=0.9, beta2=0.95),
         held_out=HeldOutConfig(interval=1000, depths=[1, 2, 4, 8], windows=64),
         save_every=1000,
+        max_norm=1.0,
     )
-    config.training.max_norm = 1.0
     config.parallelism.context_parallel_degree = context_parallel
     if window > 4096:
         config.activation_checkpoint = FullAC.Config()

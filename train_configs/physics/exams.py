@@ -30,10 +30,9 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at
+from ..runs import at, cosine
 from .commuted_mano import CommutedMano
 from .layered_paths import LayeredPaths
 from .recipes import MANO_PAPER, grid_name
@@ -42,6 +41,7 @@ from .small import (
     HOPS_QUESTIONS,
     HOPS_SHARES,
     MANO_ROWS,
+    WARMUP_TOKENS,
     physics_small,
 )
 
@@ -108,14 +108,14 @@ def physics_exams() -> Recipe:
     arithmetic = {f"mano_{k}x{loops}": known[f"mano_{k}x{loops}"] for k, loops in MANO_ROWS}
     more = deepcopy(arithmetic["mano_1x1"])
     more.total_tokens *= 4
-    more.learning_rate = _cosine(RATE, more.total_tokens)
+    more.learning_rate = cosine(RATE, more.total_tokens, warmup=WARMUP_TOKENS)
     arithmetic["mano_1x1_more"] = more
     stages = [Stage(name=name, config=_asked(config, MANO)) for name, config in arithmetic.items()]
     for arm in TUNED:
         for name, rate in RATES.items():
             if rate != RATE:
                 config = _asked(arithmetic[f"mano_{arm}"], MANO)
-                config.learning_rate = _cosine(rate, config.total_tokens)
+                config.learning_rate = cosine(rate, config.total_tokens, warmup=WARMUP_TOKENS)
                 stages.append(Stage(name=f"mano_{arm}_{name}", config=config))
     for loops in HOPS_LOOPS:
         for share in HOPS_SHARES:
@@ -125,13 +125,6 @@ def physics_exams() -> Recipe:
             )
             stages.append(Stage(name=name, config=_asked(known[name], task)))
     return Recipe(name="physics_exams", stages=stages)
-
-
-def _cosine(rate: float, tokens: int) -> Schedule:
-    """Return the schedule of `physics_small`."""
-    return Schedule.warmup_cosine(
-        rate, warmup_tokens=200_000, total_tokens=tokens, final=0.1 * rate
-    )
 
 
 def _asked(config: LoopTrainer.Config, task: Task) -> LoopTrainer.Config:

@@ -28,10 +28,9 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at, run
+from ..runs import at, cosine, run
 from .capo import Capo
 from .commuted_mano import CommutedMano
 from .layered_qa import LayeredQA
@@ -187,20 +186,17 @@ def _published(
     """Return a run of batches of `batch` windows: 1,000 steps of warm-up, cosine to a tenth."""
     loops = model.recurrent_steps
     assert loops is not None
-    config = run(
+    return run(
         model,
         TaskLoader.Config(task=task),
         tokens=tokens,
         window=window,
         windows=batch,
         at_once=8,
-        rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=1_000 * batch * window, total_tokens=tokens, final=0.1 * rate
-        ),
+        rate=cosine(rate, tokens, warmup=1_000 * batch * window),
         steps=loops,
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=5_000, tasks=[task.name], depths=[loops], questions=3_000),
         save_every=5_000,
+        max_norm=1.0,
     )
-    config.training.max_norm = 1.0
-    return config

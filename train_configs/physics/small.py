@@ -33,7 +33,7 @@ from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at, bits_table, by_source, run, text
+from ..runs import at, bits_table, by_source, cosine, run, text
 from .capo import Capo
 from .layered_qa import LayeredQA
 from .recipes import MANO_PAPER, grid_name
@@ -70,6 +70,7 @@ HOPS_QUESTIONS = 9_216
 SCALING_DIMS, SCALING_STEPS = (48, 72, 96), (1, 2, 4)
 PRIORS = ("uniform", 0.1, 0.3, 0.5, 0.7)
 TEXT_TOKENS = 1_500_000
+WARMUP_TOKENS = 200_000  # of generated tasks
 
 TABLES = {
     "physics_small": [
@@ -178,9 +179,7 @@ def _generated(
         tokens=tokens,
         window=64,
         windows=16,
-        rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=200_000, total_tokens=tokens, final=0.1 * rate
-        ),
+        rate=cosine(rate, tokens, warmup=WARMUP_TOKENS),
         steps=loops,
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=1_000, tasks=[task.name], depths=[loops], questions=1_000),
@@ -204,9 +203,7 @@ def _text(dim: int, steps: int) -> LoopTrainer.Config:
         tokens=TEXT_TOKENS,
         window=256,
         windows=4,
-        rate=Schedule.warmup_cosine(
-            1e-2, warmup_tokens=75_000, total_tokens=TEXT_TOKENS, final=1e-3
-        ),
+        rate=cosine(1e-2, TEXT_TOKENS, warmup=75_000),
         steps=steps,
         entropy_weight=Schedule.constant(0.1),
         held_out=HeldOutConfig(interval=10_000, depths=sorted({1, steps}), windows=64),

@@ -15,7 +15,7 @@ from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import SOURCES, at, bits_table, by_source, by_steps, run, text
+from ..runs import SOURCES, at, bits_table, by_source, by_steps, cosine, recipe_of, run, text
 from .chained_arithmetic import ChainedArithmetic
 
 QUICK_TOKENS = 3_000_000
@@ -126,18 +126,19 @@ def quickstart_arithmetic() -> Recipe:
 
     Both cost the same training FLOPs, within 2 %; each takes a minute or two on a CPU.
     """
-    return Recipe(
-        name="quickstart_arithmetic",
-        stages=[
-            Stage(name="looped", config=_arithmetic(4, ARITHMETIC_TOKENS)),
-            Stage(name="not_looped", config=_arithmetic(1, 4 * ARITHMETIC_TOKENS)),
-            Stage(name="not_looped_5e-3", config=_arithmetic(1, 4 * ARITHMETIC_TOKENS, 5e-3)),
-        ],
+    more = 4 * ARITHMETIC_TOKENS
+    return recipe_of(
+        "quickstart_arithmetic",
+        {
+            "looped": _arithmetic(4, ARITHMETIC_TOKENS),
+            "not_looped": _arithmetic(1, more),
+            "not_looped_5e-3": _arithmetic(1, more, 5e-3),
+        },
     )
 
 
 def _arithmetic(steps: int, tokens: int, rate: float = 1e-2) -> LoopTrainer.Config:
-    config = run(
+    return run(
         OuroOptions(
             size="debugmodel", n_layers=1, hidden_dim=128, recurrent_steps=steps, exit_gate=False
         ),
@@ -145,9 +146,7 @@ def _arithmetic(steps: int, tokens: int, rate: float = 1e-2) -> LoopTrainer.Conf
         tokens=tokens,
         window=64,
         windows=16,
-        rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=100_000, total_tokens=tokens, final=0.1 * rate
-        ),
+        rate=cosine(rate, tokens, warmup=100_000),
         steps=steps,
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         suite=SuiteConfig(
@@ -158,9 +157,8 @@ def _arithmetic(steps: int, tokens: int, rate: float = 1e-2) -> LoopTrainer.Conf
         ),
         save_every=100_000,
         log_every=50,
+        optimizer="muon",
     )
-    config.optimizer.name = "muon"
-    return config
 
 
 def _config(name: str, folder: str = "", tokens: int | None = None) -> LoopTrainer.Config:
@@ -190,7 +188,7 @@ def _config(name: str, folder: str = "", tokens: int | None = None) -> LoopTrain
         entropy_weight=Schedule.constant(0.1),
         held_out=HeldOutConfig(interval=600, depths=[1, 2, 4, 6], windows=16),
         save_every=600,
+        optimizer=candidate.optimizer,
     )
-    config.optimizer.name = candidate.optimizer
     config.metrics.enable_tensorboard = True
     return config

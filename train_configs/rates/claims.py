@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from titan_loop.analysis.results import RunResult
 
-from ..claims import Cell, Claim
+from ..claims import Cell, bits_claim
 from .best_rates import best_cells, worst_cells
 
 
@@ -26,30 +26,22 @@ def _boundary_best(results: Sequence[RunResult]) -> list[Cell]:
 _RATES = "bash tools/rates.sh"
 
 CLAIMS = [
-    Claim(
-        paper="–",
+    bits_claim(
         text="text: one learning rate for R = 1 to 8 and for D = 64 to 256, with the scaling "
         "rules: largest loss above a shape's own best",
-        theirs="",
         recipe="rates",
         cells=_ruled_worst,
         at_most=0.01,
-        factor=1.0,
-        unit="bits per byte",
         command=_RATES,
         note="arXiv 2606.18524 and 2203.03466; the worst of six shapes (mean of two seeds); seven "
         "rates, each √2 times the one before; each seed's own worst: 0.059, 0.039; 0.5M tokens; "
         "minutes of this shape at the two rates",
     ),
-    Claim(
-        paper="–",
+    bits_claim(
         text="text: the boundary operator at R = 4, minus the plain loop, equal FLOPs",
-        theirs="",
         recipe="boundary",
         cells=_boundary_best,
         at_most=0,
-        factor=1.0,
-        unit="bits per byte",
         command=f"{_RATES} --boundary",
         note="each at its best of four rates",
     ),

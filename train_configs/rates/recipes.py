@@ -18,10 +18,9 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.models.dense import DenseOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.evaluation_config import HeldOutConfig
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at, bits_table, run, text
+from ..runs import at, bits_table, cosine, run, text
 
 TOKENS = 500_000
 HEAD, BASE, STEPS = 32, 128, 2
@@ -138,9 +137,7 @@ def _arm(
         tokens=tokens,
         window=256,
         windows=4,
-        rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=tokens // 10, total_tokens=tokens, final=rate / 10
-        ),
+        rate=cosine(rate, tokens, warmup=tokens // 10),
         steps=steps,
         held_out=HeldOutConfig(interval=0, depths=[steps]),
         save_every=1_000,

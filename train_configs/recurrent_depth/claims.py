@@ -44,7 +44,6 @@ CLAIMS = [
     ),
     _ood_claim(
         text="R = 4 minus eight layers, the same questions",
-        theirs="",
         cells=[_ood("r4", 4), _ood("layers8", 1)],
         at_least=20,
         unit="points",

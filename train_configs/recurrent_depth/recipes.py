@@ -34,14 +34,14 @@ from titan_loop.analysis.results import ResultTable, Where
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at, by_steps, run
+from ..runs import at, by_steps, recipe_of, run
 from .curriculum import Curriculum, CurriculumLoader
 from .permutation_hops import PermutationHops
 from .two_hop_systematic import TwoHopSystematic
@@ -75,12 +75,9 @@ SMALL_WARMUP_TOKENS = 200 * SMALL_BATCH_TOKENS
 
 def recurrent_depth_systematic() -> Recipe:
     """Two hops over facts that were never composed, as published: R = 1, 2, 4 and 8."""
-    return Recipe(
-        name="recurrent_depth_systematic",
-        stages=[
-            Stage(name=f"r{steps}", config=_systematic(steps, epochs))
-            for steps, epochs in EPOCHS.items()
-        ],
+    return recipe_of(
+        "recurrent_depth_systematic",
+        {f"r{steps}": _systematic(steps, epochs) for steps, epochs in EPOCHS.items()},
     )
 
 
@@ -88,44 +85,30 @@ def recurrent_depth_extrapolation() -> Recipe:
     """More hops than were trained, as published: R from 1 to 8, and dynamic."""
     recurrence = {f"r{r}": RecurrenceConfig(steps=Schedule.constant(r)) for r in range(1, 9)}
     recurrence["dynamic"] = DYNAMIC
-    return Recipe(
-        name="recurrent_depth_extrapolation",
-        stages=[
-            Stage(name=stage, config=_extrapolation(chosen)) for stage, chosen in recurrence.items()
-        ],
-    )
+    configs = {stage: _extrapolation(chosen) for stage, chosen in recurrence.items()}
+    return recipe_of("recurrent_depth_extrapolation", configs)
 
 
 def recurrent_depth_small() -> Recipe:
     """Both in miniature: systematic with R = 1, 2, 4, depth with R drawn or fixed at 8 or 4."""
-    return Recipe(
-        name="recurrent_depth_small",
-        stages=[
-            *(
-                Stage(name=f"systematic_r{steps}", config=_small_systematic(steps))
-                for steps in (1, 2, 4)
-            ),
-            Stage(name="depth_dynamic", config=_small_depth(DYNAMIC)),
-            *(
-                Stage(
-                    name=f"depth_r{steps}",
-                    config=_small_depth(RecurrenceConfig(steps=Schedule.constant(steps))),
-                )
-                for steps in (8, 4)
-            ),
-        ],
-    )
+    configs = {f"systematic_r{steps}": _small_systematic(steps) for steps in (1, 2, 4)}
+    configs["depth_dynamic"] = _small_depth(DYNAMIC)
+    for steps in (8, 4):
+        fixed = RecurrenceConfig(steps=Schedule.constant(steps))
+        configs[f"depth_r{steps}"] = _small_depth(fixed)
+    return recipe_of("recurrent_depth_small", configs)
 
 
 def recurrent_depth_ood() -> Recipe:
     """Two hops in miniature with 170 OOD questions: R = 1, 2, 4, and eight layers once."""
     arms = {f"r{steps}": (steps, 2) for steps in (1, 2, 4)} | {"layers8": (1, 8)}
-    stages = []
-    for name, (steps, layers) in arms.items():
-        config = _small_systematic(steps, SMALL_OOD, layers, tokens=SMALL_OOD_TOKENS)
+    configs = {
+        name: _small_systematic(steps, SMALL_OOD, layers, tokens=SMALL_OOD_TOKENS)
+        for name, (steps, layers) in arms.items()
+    }
+    for config in configs.values():
         config.suite.questions = 400  # of 800 draws 169 of the 170 are different
-        stages.append(Stage(name=name, config=config))
-    return Recipe(name="recurrent_depth_ood", stages=stages)
+    return recipe_of("recurrent_depth_ood", configs)
 
 
 def recurrent_depth_effect() -> LoopTrainer.Config:
@@ -146,7 +129,7 @@ def recurrent_depth_effect() -> LoopTrainer.Config:
 
 def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
     task, window, windows = TwoHopSystematic(), 3, 512
-    config = run(
+    return run(
         RecurrentDepthOptions(
             size="published", positions="learned", learned_positions=window, initial_tables="unit"
         ),
@@ -159,15 +142,14 @@ def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
         adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
         suite=SuiteConfig(interval=10_000, tasks=[task.name], depths=[1, 2, 4, 8], questions=2_000),
         save_every=50_000,
+        max_norm=math.inf,
     )
-    config.training.max_norm = math.inf
-    return config
 
 
 def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
     task, windows = PermutationHops(), 128
     batch = windows * (window := task.longest_example - 1)
-    config = run(
+    return run(
         RecurrentDepthOptions(size="published", initial_tables="unit"),
         CurriculumLoader.Config(
             task=task,
@@ -193,9 +175,8 @@ def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
             interval=100_000, tasks=[task.name], depths=[2, 4, 8, 12, 16, 24, 40], questions=750
         ),
         save_every=50_000,
+        max_norm=math.inf,
     )
-    config.training.max_norm = math.inf
-    return config
 
 
 def _small_systematic(
@@ -252,7 +233,7 @@ def _small(
     curriculum: Curriculum | None = None,
 ) -> LoopTrainer.Config:
     suite.tasks = [task.name]
-    config = run(
+    return run(
         model,
         TaskLoader.Config(task=task)
         if curriculum is None
@@ -266,9 +247,8 @@ def _small(
         suite=suite,
         save_every=2_000,
         log_every=100,
+        keep_latest=2,
     )
-    config.checkpoint.keep_latest_k = 2
-    return config
 
 
 def _two_hops(rows: Mapping[str, Where]) -> ResultTable:

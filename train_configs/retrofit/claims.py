@@ -1,6 +1,6 @@
 """Claims about retrofits, and the results that show them or do not."""
 
-from ..claims import Cell, Claim, text_cell
+from ..claims import Cell, Claim, bits_claim, text_cell
 
 
 def _hops(stage: str, hops: int, steps: int, task: str = "english") -> Cell:
@@ -14,15 +14,11 @@ _ONE_CORE = "on one core; tried after 6-11 had missed"
 
 CLAIMS = [
     *(
-        Claim(
-            paper="–",
+        bits_claim(
             text=f"SmolLM2-135M, layers {span} looped, {mode}, R = {steps}, minus the dense model",
-            theirs="",
             recipe="retrofit_smollm2",
             cells=[text_cell(f"{mode}{suffix}", steps), text_cell("source", 1)],
             at_most=most,
-            factor=1.0,
-            unit="bits per byte",
             command=_RETROFIT,
             note="above 0: worse than the dense model after the same 65,536 tokens; 1.09 to 1.16 "
             f"times its FLOPs; {ran}",
@@ -35,7 +31,6 @@ CLAIMS = [
         for steps, most in ((1, 0.01), (2, 0.02))
     ),
     Claim(
-        paper="–",
         text="SmolLM2-135M with half of its layers: share of the loss caused by tying that "
         "adapters of rank 64 and distillation recover",
         theirs="nearly all, after 60B tokens",
@@ -52,7 +47,6 @@ CLAIMS = [
     ),
     *(
         Claim(
-            paper="–",
             text=f"{hops}-hop questions, trained on up to 3 hops: SmolLM2-135M looped, R = {steps}"
             ", minus the dense model",
             theirs="31 points",
@@ -70,7 +64,6 @@ CLAIMS = [
     ),
     *(
         Claim(
-            paper="–",
             text=f"{hops}-hop questions with the facts in the prompt, trained on up to 3 hops: "
             f"SmolLM2-135M looped, R = {steps}, minus the dense one",
             theirs="31 points",

@@ -34,7 +34,7 @@ from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import bits_table, by_steps, run, text
+from ..runs import bits_table, by_steps, cosine, recipe_of, run, text
 
 CORPUS = "corpora/smollm2"
 FOLDER = "runs/retrofit"
@@ -171,13 +171,7 @@ def _arm(
         tokens=of.tokens,
         window=256,
         windows=2,
-        rate=Schedule.warmup_cosine(
-            rate,
-            start=rate / 10,
-            warmup_tokens=of.tokens // 20,
-            total_tokens=of.tokens,
-            final=rate / 10,
-        ),
+        rate=cosine(rate, of.tokens, start=rate / 10),
         steps=recurrence or steps,
         held_out=HeldOutConfig(interval=0),
         save_every=64,
@@ -195,10 +189,7 @@ def _arm(
 
 def retrofit_smollm2() -> Recipe:
     """SmolLM2-135M made to loop, one mode an arm, on one core."""
-    return Recipe(
-        name="retrofit_smollm2",
-        stages=[Stage(name=name, config=_arm(**arm)) for name, arm in ARMS.items()],
-    )
+    return recipe_of("retrofit_smollm2", {name: _arm(**arm) for name, arm in ARMS.items()})
 
 
 def retrofit_gemma3() -> Recipe:
@@ -230,8 +221,8 @@ def retrofit_llama_1b() -> Recipe:
             max_steps=128,
         ),
         save_every=500,
+        optimizer="muon",
     )
-    config.optimizer.name = "muon"
     config.muon.rate_factor = 20.0  # 1e-3 for matrices of the body, 5e-5 for the rest
     config.checkpoint.carry.parent = LLAMA_START
     config.checkpoint.carry.optimizer = False

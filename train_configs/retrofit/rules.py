@@ -20,7 +20,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import at
+from ..runs import at, cosine
 from .english_hops import EnglishHops, ToldHops
 from .recipes import FOLDER, SMOLLM2_ROWS, _arm
 
@@ -93,9 +93,7 @@ def _rules(
     config.total_tokens = tokens
     config.model.vocab_size = SMOLLM2_ROWS
     config.dataloader = TaskLoader.Config(task=task)
-    config.learning_rate = Schedule.warmup_cosine(
-        2e-4, warmup_tokens=tokens // 20, total_tokens=tokens, final=2e-5
-    )
+    config.learning_rate = cosine(2e-4, tokens)
     config.batch.global_batch_tokens = Schedule.constant(2 * window)
     config.training.seq_len = window
     config.suite = SuiteConfig(

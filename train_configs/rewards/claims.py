@@ -31,14 +31,12 @@ CLAIMS = [
     ),
     _claim(
         text="rewards with on-policy exits, minus exits found after full-depth answers",
-        theirs="",
         cells=[_ON_POLICY, _greedy("afterwards", "q:0.5")],
         at_least=5,
         note="the paper's first attempt, each read with its own exits",
     ),
     _claim(
         text="a price on each step and the exit as an action, minus on-policy exits alone",
-        theirs="",
         cells=[_greedy("priced", "sampled"), _ON_POLICY],
         at_least=-2,
         note="the aim asks for at most 0.7 of the steps as well: see `rewards/README.md`",

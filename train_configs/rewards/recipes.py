@@ -30,7 +30,7 @@ from titan_loop.training.optimizers.adamw import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-from ..runs import run
+from ..runs import cosine, run
 from .asked_table import AskedTable
 from .cumulative_loss import CumulativeLoss
 from .written_arithmetic import WrittenArithmetic
@@ -140,24 +140,21 @@ def _model() -> OuroOptions:
 
 
 def _parent() -> LoopTrainer.Config:
-    config = run(
+    return run(
         _model(),
         TaskLoader.Config(task=TASK),
         tokens=PARENT_TOKENS,
         window=64,
         windows=32,
-        rate=Schedule.warmup_cosine(
-            1e-2, warmup_tokens=100_000, total_tokens=PARENT_TOKENS, final=1e-3
-        ),
+        rate=cosine(1e-2, PARENT_TOKENS, warmup=100_000),
         steps=STEPS,
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         entropy_weight=Schedule.constant(0.05),
         suite=SuiteConfig(interval=200, tasks=[TASK.name], depths=[1, 2, 3, 4], questions=500),
         save_every=100_000,
         log_every=50,
+        optimizer="muon",
     )
-    config.optimizer.name = "muon"
-    return config
 
 
 def _rewarded(arm: Arm) -> LoopTrainer.Config:
@@ -184,7 +181,7 @@ def _rewarded(arm: Arm) -> LoopTrainer.Config:
         adamw=AdamWConfig(beta2=0.95, weight_decay=0.0),
         save_every=UPDATES,
         log_every=5,
+        optimizer="muon",
     )
-    config.optimizer.name = "muon"
     config.checkpoint.carry.optimizer = False
     return config

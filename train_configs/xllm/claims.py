@@ -6,8 +6,6 @@ from ..claims import Cell, Claim
 
 _claim = partial(
     Claim,
-    paper="–",
-    theirs="",
     recipe="xllm_small",
     factor=1.0,
     command="titan-loop train xllm_small",

@@ -41,7 +41,7 @@ from titan_loop.training.schedule import Knot, Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from ..physics.small import physics_small
-from ..runs import at, bits_table, by_source, by_steps, run, text
+from ..runs import at, bits_table, by_source, by_steps, cosine, recipe_of, run, text
 
 CORPUS = "corpora/xllm/text"
 WINDOW, BATCH = 8_192, 512 * 8_192
@@ -293,12 +293,11 @@ def xllm_730m() -> Recipe:
 
 def xllm_small() -> Recipe:
     """Depths and injections of xLLM-Loop in miniature, on one core."""
-    stages = []
-    for name, row in {**SMALL, **THIN}.items():
-        rate = THIN_PRIOR_RATE if name in THIN else PRIOR_RATE
-        stages.append(Stage(name=name, config=_arm(row, rate)))
-    stages += [Stage(name=name, config=_mano(row)) for name, row in MANO.items()]
-    return Recipe(name="xllm_small", stages=stages)
+    configs = {
+        name: _arm(row, THIN_PRIOR_RATE if name in THIN else PRIOR_RATE)
+        for name, row in {**SMALL, **THIN}.items()
+    }
+    return recipe_of("xllm_small", configs | {name: _mano(row) for name, row in MANO.items()})
 
 
 def _arm(row: Row, prior_rate: float) -> LoopTrainer.Config:
@@ -308,12 +307,7 @@ def _arm(row: Row, prior_rate: float) -> LoopTrainer.Config:
         tokens=SMALL_TOKENS,
         window=256,
         windows=SMALL_BATCH // 256,
-        rate=Schedule.warmup_cosine(
-            row.rate,
-            warmup_tokens=SMALL_TOKENS // 20,
-            total_tokens=SMALL_TOKENS,
-            final=row.rate / 10,
-        ),
+        rate=cosine(row.rate, SMALL_TOKENS),
         steps=MEAN,
         adamw=AdamWConfig(beta2=0.98),
         held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
@@ -357,7 +351,7 @@ def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3
 
 
 def _published(options: ModelOptions, tokens: int) -> LoopTrainer.Config:
-    config = run(
+    return run(
         options,
         WindowLoader.Config(mixture=[CORPUS]),
         tokens=tokens,
@@ -368,6 +362,5 @@ def _published(options: ModelOptions, tokens: int) -> LoopTrainer.Config:
         steps=MEAN,
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-8),
         save_every=1_000,
+        max_norm=1.0,
     )
-    config.training.max_norm = 1.0
-    return config
