@@ -76,7 +76,6 @@ class LoopDecoder(Decoder):
         embedding_scale: float = 1.0
         embedding_dropout: Dropout.Config | None = None
         width_ratio: float = 1.0
-        depth_ratio: float = 1.0
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length and placements from a trainer's config."""
@@ -382,9 +381,7 @@ class LoopDecoder(Decoder):
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return the optimisers' treatment of a whole or sharded parameter, named as saved."""
         owner = self.get_submodule(name.rpartition(".")[0])
-        return default_group(
-            name, parameter, owner, self.config.width_ratio, self.config.depth_ratio
-        )
+        return default_group(name, parameter, owner, self.config.width_ratio)
 
     def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Update state that no gradient changes, after a training step; collective.

@@ -32,7 +32,6 @@ _RESOLVED = {"size", "recurrent_steps"}
 _SAME_RESULT = {"attention", "readout_chunk_tokens"}
 _TRAINING_ALONE = {"dropout", "embedding_dropout"}
 _INITIAL_WEIGHTS = {
-    "base_layers",
     "base_width",
     "initializer_range",
     "initial_keys",
@@ -41,7 +40,7 @@ _INITIAL_WEIGHTS = {
 RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
 """Options in which two models of one checkpoint may differ."""
 
-RETIRED_OPTIONS = frozenset({"early_states", "initial_outputs"})
+RETIRED_OPTIONS = frozenset({"base_layers", "early_states", "initial_outputs"})
 """Options of training alone that earlier versions recorded."""
 
 

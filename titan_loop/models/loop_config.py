@@ -16,7 +16,6 @@ Initialisation (Ouro's paper does not publish its own):
   are correlated and add up like R, different layers add up like √L (arXiv 2606.18524).
 - `base_width` is µP for hidden matrices and head (Yang et al. 2022, arXiv 2203.03466, Table 8); our
   initial logits have the same scale at every width, theirs shrink with it.
-- With `base_layers`, matrices learn at √(base_layers/layers) of the rate, at every R (2606.18524).
 - Gate: zeros, so that λ = 1/2 at first.
 """
 
@@ -215,7 +214,6 @@ def loop_config(
         "enable_weight_tying": options.tie_weights,
         "recurrent_steps": shape.recurrent_steps,
         "width_ratio": width_ratio(options, shape),
-        "depth_ratio": shape.n_layers / (options.base_layers or shape.n_layers),
         "exit_gate": (
             ExitGate.Config(in_features=shape.dim, param_init=_GATE) if options.exit_gate else None
         ),

@@ -79,10 +79,6 @@ class LoopOptions(ModelOptions):
     """Width at which the learning rate was tuned. At m times that width, matrices start at
     initializer_range/√m and learn at 1/m of the rate, or 1/√m with Muon; 0 scales nothing."""
 
-    base_layers: Annotated[int, Ge(0)] = 0
-    """Number of layers at which the learning rate was tuned. With n times as many, their matrices
-    learn at 1/√n of the rate, at every R; 0 scales nothing."""
-
     initializer_range: Annotated[float, Gt(0), FINITE] = 0.02
     """Standard deviation of the initial weights of linear layers, head and tables of positions."""
 

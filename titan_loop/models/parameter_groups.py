@@ -37,13 +37,8 @@ def default_group(
     parameter: Tensor,
     owner: nn.Module,
     width_ratio: float = 1.0,
-    depth_ratio: float = 1.0,
 ) -> ParameterGroup:
     """Return the treatment that follows from a parameter's shape and from its module.
-
-    `depth_ratio` is the number of layers over the one that the rate was tuned at. Branches of n
-    times as many layers start at 1/√n and learn at 1/√n of the rate (Yang et al. 2023, arXiv
-    2310.02244; with Muon arXiv 2603.28743).
 
     Muon is not for tables: a batch changes few of their rows, and its update changes all alike.
     """
@@ -54,6 +49,5 @@ def default_group(
     return ParameterGroup(
         decays=is_matrix,
         is_hidden_matrix=is_hidden,
-        rate_factor=depth_ratio**-0.5 if is_hidden else 1.0,
         width_ratio=width_ratio if grows else 1.0,
     )

@@ -327,8 +327,7 @@ class MoEDecoder(LoopDecoder):
         """Return a parameter's treatment by optimisers: experts' matrices are hidden ones."""
         group = super().parameter_group(name, parameter)
         if ".inner_experts." in name:
-            width, depth = self.config.width_ratio, self.config.depth_ratio
-            return replace(group, is_hidden_matrix=True, width_ratio=width, rate_factor=depth**-0.5)
+            return replace(group, is_hidden_matrix=True, width_ratio=self.config.width_ratio)
         return replace(group, is_hidden_matrix=False) if ".gate.weight" in name else group
 
     def units(self) -> list[Unit]:

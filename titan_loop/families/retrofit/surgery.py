@@ -23,15 +23,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from titan_loop.bounds import refused
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.errors import UserError, seen_from
+from titan_loop.errors import UserError, raise_first, seen_from
 from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import TiedSpan, Tying
@@ -56,31 +58,31 @@ class Surgery:
     """The layers to loop, and the way to loop them.
 
     Attributes:
-        mode: See the module.
+        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes each
+            step 1/R of a pass; dropped leaves out layers before the looped ones and mixes state and
+            prelude; tied makes one looped layer of several.
         prelude: Number of layers before the loop, P.
         core: Number of looped layers, C.
         coda: Number of layers after the loop, K.
-        recurrent_steps: R that the model is used at; for `damped` also the steps of one pass, for
-            `tied` the number of layers that one looped layer stands for.
-        rank: Rank of adapters; 0 for none.
-        noise: σ of the noise that the state of `dropped` starts from; 0 for the prelude's output.
+        recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
+            tied the number of layers that one looped layer stands for.
+        rank: Rank of adapters; 0 for none. With tied each step has a set, which approximates the
+            differences from the dense layers.
+        noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
+            output.
     """
 
-    mode: Mode
-    prelude: int
-    core: int
-    coda: int
-    recurrent_steps: int = 2
-    rank: int = 0
-    noise: float = 0.0
+    mode: Mode = "identity"
+    prelude: Annotated[int, Ge(0)] = 0
+    core: Annotated[int, Ge(1)] = 1
+    coda: Annotated[int, Ge(0)] = 0
+    recurrent_steps: Annotated[int, Ge(1)] = 2
+    rank: Annotated[int, Ge(0)] = 0
+    noise: Annotated[float, Ge(0)] = 0.0
 
     def __post_init__(self) -> None:
-        smallest = {"prelude": 0, "core": 1, "coda": 0, "recurrent_steps": 1, "rank": 0, "noise": 0}
-        for name, least in smallest.items():
-            value = getattr(self, name)
-            if value < least:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag}={value} must be at least {least}")
+        for name, hint in get_type_hints(Surgery, include_extras=True).items():
+            raise_first(refused(f"--{name.replace('_', '-')}", getattr(self, name), hint))
         if self.noise and self.mode != "dropped":
             raise UserError(
                 f"--noise={self.noise} has no effect with --mode={self.mode}, only with dropped"
@@ -110,7 +112,7 @@ class Surgery:
             raise UserError(
                 f"--prelude={self.prelude} --core={self.core}{times} --coda={self.coda} are "
                 f"{total} layers, and the model has {n_layers}; --mode={self.mode} uses every "
-                "layer once"
+                "layer once, and --scan recommends layers"
             )
 
     def sources(self, n_layers: int) -> list[list[int]]:
