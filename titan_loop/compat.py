@@ -122,6 +122,8 @@ if not torch.cuda.is_available():
     # torchtitan 0.3.0's router asks for autocast to fp32, which torch does not know on CPU; weights
     # are fp32 there. Delete when either does without the warning.
     warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
+# The engine's attention addresses keys by sparse rows, which torch calls beta.
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
 if "set_timeout" not in vars(dist):
     # torchtitan calls it after the first step. Delete when torch < 2.14 is no longer supported.
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from titan_loop.inference.cache import (
     TokenVisit,
     cache_strategy,
 )
-from titan_loop.models.context import CacheSlot
+from titan_loop.models.context import CacheSlot, Entries
 
 SHAPE = CacheShape(steps=3, layers=2, outside=1, rows=4, capacity=6, heads=2, head_dim=3)
 OUTSIDE = 9  # stands for a layer outside the loop
@@ -45,10 +45,19 @@ def kept(strategy: str, row: int, position: int, last: int, step: int, layer: in
     return entry(row, position, seen, layer)
 
 
+def seen_of(part: Tensor | Entries, row: int) -> Tensor:
+    """Return keys or values of one row, (S, N, H); two heads of queries see those of each N."""
+    if isinstance(part, Tensor):
+        return part[row]
+    heads = part.seen_MT.col_indices().view(len(part.seen_MT), -1).unflatten(0, (-1, 4))[row]
+    assert torch.equal(heads[::2], heads[1::2])
+    return part.table_TH[heads[::2]].movedim(0, 1)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "by_row"), [*((name, False) for name in STRATEGIES), ("full", True)]
+    ("strategy", "queries"), [*((name, None) for name in STRATEGIES), ("full", 4)]
 )
-def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str, by_row: bool):
+def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str, queries: int | None):
     """Prompts of different lengths, rows at different steps, early exits, and new rows."""
     cache = cache_strategy(strategy)(SHAPE, dtype=torch.float64, device=torch.device("cpu"))
     left: dict[tuple[int, int], int] = {}  # row and position → last step
@@ -70,18 +79,17 @@ def test_tokens_see_what_the_strategy_keeps_of_earlier_ones(strategy: str, by_ro
     def tokens(positions: list[int], steps: list[int]) -> None:
         """Run one step of every row, and compare all keys and values that it may attend to."""
         at_B1 = torch.tensor(positions).unsqueeze(1)
-        visit = TokenVisit(cache, Places.of(at_B1, by_row=by_row))
+        visit = TokenVisit(cache, Places.of(at_B1, queries=queries))
         same = len({*steps}) == 1
         step = steps[0] if same else torch.tensor(steps)
         for slot, layer in [*((CacheSlot(step, n), n) for n in (0, 1)), (CacheSlot(None, 0), 9)]:
             looped = slot.step is not None
             ran = steps if looped else [1] * len(rows)
             keys, values = visit.update(slot, *pair(rows, at_B1, ran, layer))
-            assert isinstance(keys, Tensor) != (by_row and looped and not same)
+            assert isinstance(keys, Entries) == bool(queries and looped and not same)
             for index, (row, own) in enumerate(zip(rows, positions, strict=True)):
-                seen_2SNH = torch.stack((keys[index], values[index])).view(2, -1, 2, 3)
-                seen = seen_2SNH.movedim(1, 0)
-                assert len(seen) == (max(positions) if isinstance(keys, Tensor) else own) + 1
+                seen = torch.stack([seen_of(part, index) for part in (keys, values)], dim=1)
+                assert len(seen) == max(positions) + 1
                 for at in range(own):
                     last = left[row, at] if looped else 1
                     want = kept(strategy, row, at, last, ran[index], layer)

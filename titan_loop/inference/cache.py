@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError, require_known
-from titan_loop.models.context import CacheSlot
+from titan_loop.models.context import CacheSlot, Entries
 from titan_loop.models.family import get_family
 from titan_loop.plugins import find, names
 
@@ -43,8 +43,8 @@ RING = 16
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, (B, L, N, H) each."""
-RowPair = tuple[list[Tensor], list[Tensor]]
-"""The same of every row b by itself, (1, S_b, N, H): views of a cache."""
+EntryPair = tuple[Entries, Entries]
+"""The same where they stand in a cache."""
 
 
 class Places(NamedTuple):
@@ -53,21 +53,21 @@ class Places(NamedTuple):
     Attributes:
         seen: S, the number of keys that they may attend to: the largest position plus one.
         in_step: Whether every row has one token, at position S − 1; slices then replace indices.
-        lengths: The keys of each row of one token, if attention may read rows one by one.
+        queries: Number of query heads, if attention may read one token's keys where they stand.
     """
 
     positions_BL: Tensor
     seen: int
     in_step: bool
-    lengths: Sequence[int] | None = None
+    queries: int | None = None
 
     @classmethod
-    def of(cls, positions_BL: Tensor, *, by_row: bool = False) -> "Places":
+    def of(cls, positions_BL: Tensor, *, queries: int | None = None) -> "Places":
         """Return the places of tokens at (B, L) positions."""
         positions, single = positions_BL.flatten().tolist(), positions_BL.shape[1] == 1
         seen = max(positions) + 1
-        lengths = [position + 1 for position in positions] if by_row and single else None
-        return cls(positions_BL, seen, single and min(positions) + 1 == seen, lengths)
+        in_step = single and min(positions) + 1 == seen
+        return cls(positions_BL, seen, in_step, queries if single else None)
 
 
 class CacheShape(NamedTuple):
@@ -219,7 +219,7 @@ class LoopCache(ABC):
     @abstractmethod
     def write_tokens(
         self, step: int | Tensor, layer: int, new: Pair, places: Places
-    ) -> Pair | RowPair:
+    ) -> Pair | EntryPair:
         """Store a layer's keys and values of new tokens; return all to attend to."""
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
@@ -239,30 +239,58 @@ class FullCache(LoopCache):
 
     is_shared = False
 
+    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype=dtype, device=device)
+        entries = shape.rows * shape.capacity * shape.heads  # of a layer at one step
+        apart = entries * shape.layers * (shape.steps - 1) + entries  # from its first to its last
+        self._tables = [
+            self._memory.view(2, -1, shape.head_dim)[:, entries * layer :][:, :apart].unbind()
+            for layer in range(shape.layers)
+        ]
+        self._visited: tuple[Tensor, Tensor, Tensor] | None = None
+
     def write_tokens(
         self, step: int | Tensor, layer: int, new: Pair, places: Places
-    ) -> Pair | RowPair:
+    ) -> Pair | EntryPair:
         """Store in each row's own step.
 
-        Keys of rows at different steps are copied into one tensor, unless attention may read each
-        row's by themselves.
+        Keys of rows at different steps are copied into one tensor, unless attention may read them
+        where they stand.
         """
         if isinstance(step, int):
             return self._write_slot(step - 1, layer, new, places)
-        slot_B1 = step.unsqueeze(1) - 1
-        kept_2RBSNH = self._kept[:, :, layer, :, : places.seen]
-        kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack(new)
-        if places.lengths is None:
+        if places.queries is None:
+            slot_B1 = step.unsqueeze(1) - 1
+            kept_2RBSNH = self._kept[:, :, layer, :, : places.seen]
+            kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack(new)
             keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
             return keys_BSNH, values_BSNH
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for row, (slot, length) in enumerate(
-            zip(slot_B1[:, 0].tolist(), places.lengths, strict=True)
-        ):
-            for parts, kept in zip((keys, values), self._slots[slot][layer], strict=True):
-                parts.append(kept[row : row + 1, :length])
-        return keys, values
+        if self._visited is None or self._visited[0] is not step:  # it is the same for all layers
+            self._visited = step, *self._entries(step, places, places.queries)
+        _, token_B, seen_MT = self._visited
+        keys_TH, values_TH = self._tables[layer]
+        for table_TH, new_BLNH in zip((keys_TH, values_TH), new, strict=True):
+            new_BE = new_BLNH.flatten(1)
+            table_TH.view(-1, new_BE.shape[1]).index_copy_(0, token_B, new_BE)
+        return Entries(keys_TH, seen_MT), Entries(values_TH, seen_MT)
+
+    def _entries(self, step_B: Tensor, places: Places, queries: int) -> tuple[Tensor, Tensor]:
+        """Return the places of new tokens in a layer's table, and `Entries.seen_MT` of it."""
+        shape, device = self.shape, step_B.device
+        row_B1 = (step_B.unsqueeze(1) - 1) * (shape.layers * shape.rows) + self._row
+        first_B1 = row_B1 * shape.capacity
+        # Past its end, where memory may hold anything, a row reads its last key again; masked.
+        key_BS = torch.arange(places.seen, device=device).minimum(places.positions_BL)
+        head_N1 = torch.arange(queries, device=device).unsqueeze(1) // (queries // shape.heads)
+        entry_E = ((first_B1 + key_BS).unsqueeze(1) * shape.heads + head_N1).flatten()
+        seen_MT = torch.sparse_csr_tensor(
+            torch.arange(0, len(entry_E) + 1, places.seen, device=device),
+            entry_E,
+            entry_E.new_zeros(len(entry_E), dtype=self._memory.dtype),
+            (len(step_B) * queries, len(self._tables[0][0])),
+            check_invariants=False,
+        )
+        return (first_B1 + places.positions_BL)[:, 0], seen_MT
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Copy the last step that ran to every deeper one."""
@@ -388,7 +416,7 @@ class TokenVisit:
         self._cache = cache
         self._places = places
 
-    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair | RowPair:
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> Pair | EntryPair:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
         return cache.write_tokens(step, slot.layer, (k_BLNH, v_BLNH), self._places)

@@ -59,11 +59,13 @@ class Stack:
         weight = model.tok_embeddings.weight
         self.device = weight.device
         self.dtype = weight.dtype
-        # On a CPU a copy of all keys costs more than a call of the kernel for every row.
-        self.reads_rows = self.device.type == "cpu" and all(
-            type(layer.attention) is LoopAttention and layer.attention.reads_rows
+        # On a CPU a copy of all keys costs more than reading them where they stand.
+        reads_entries = self.device.type == "cpu" and all(
+            type(layer.attention) is LoopAttention and layer.attention.reads_entries
             for layer in model.looped_layers()
         )
+        wide = self.dtype in (torch.float32, torch.float64)  # torch's sparse products know no other
+        self._queries = attention.n_heads if reads_entries and wide else None
 
     @property
     def context_tokens(self) -> int:
@@ -109,7 +111,7 @@ class Stack:
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
         """Return the context that the steps of new tokens share."""
-        return self.context_at(Places.of(positions_BL, by_row=self.reads_rows), cache)
+        return self.context_at(Places.of(positions_BL, queries=self._queries), cache)
 
     def context_at(self, places: Places, cache: LoopCache) -> LoopContext:
         """Return the context that the steps of tokens at these places share."""

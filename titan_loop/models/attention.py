@@ -24,7 +24,13 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import get_cuda_flash_attention_impl
 
 from titan_loop.errors import UserError
-from titan_loop.models.context import CacheSlot, LoopContext, WindowedMasks, WindowShare
+from titan_loop.models.context import (
+    CacheSlot,
+    Entries,
+    LoopContext,
+    WindowedMasks,
+    WindowShare,
+)
 from titan_loop.models.joined import Joined
 from titan_loop.models.positions import DistanceScores, every_head
 
@@ -171,6 +177,32 @@ def _capped(
     return (weights_BNLS.to(q_BLNH.dtype) @ v_BNSH).transpose(1, 2)
 
 
+def attend_to_entries(
+    q_BLNH: Tensor,
+    keys: Entries,
+    values: Entries,
+    mask_B11S: Tensor | None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Return `DocumentAttention` of one query a row; without a mask rows see all their entries."""
+    batch, _, heads, head_dim = q_BLNH.shape
+    scores_MT = torch.sparse.sampled_addmm(
+        keys.seen_MT,
+        q_BLNH.flatten(0, 2),
+        keys.table_TH.t(),
+        beta=0.0,
+        alpha=head_dim**-0.5 if scale is None else scale,
+    )
+    scores_BN1S = scores_MT.values().view(batch, heads, 1, -1)
+    if mask_B11S is not None:
+        scores_BN1S = scores_BN1S.masked_fill(~mask_B11S, -math.inf)
+    weights_MS = scores_BN1S.softmax(-1).flatten(0, 2)
+    entry_MS = values.seen_MT.col_indices().view_as(weights_MS)
+    out_MH = F.embedding_bag(entry_MS, values.table_TH, per_sample_weights=weights_MS, mode="sum")
+    return out_MH.view_as(q_BLNH)
+
+
 def inner_attention_config(backend: AttentionBackend, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
@@ -243,9 +275,9 @@ class LoopAttention(GQAttention):
             self.added = {"score_mod": partial(_cap, cap)} if on_scores else {"softcap": cap}
 
     @property
-    def reads_rows(self) -> bool:
-        """Whether a cache may return keys row by row."""
-        return self.distance_scores is None and self.window is None
+    def reads_entries(self) -> bool:
+        """Whether a cache may return `Entries`."""
+        return self.distance_scores is None and self.window is None and not self.added
 
     def _init_self_parameters(self) -> None:  # the projections initialise their own
         super()._init_self_parameters()
@@ -275,11 +307,11 @@ class LoopAttention(GQAttention):
         if isinstance(mask, WindowedMasks):
             mask = mask.whole if self.window is None else mask.window
         more = {"scale": self.scaling, "enable_gqa": self.enable_gqa, **added}
-        if isinstance(k_BLNH, Tensor):
+        if isinstance(k_BLNH, Entries):
+            assert mask is None or isinstance(mask, Tensor)
+            out_BLNH = attend_to_entries(q_BLNH, k_BLNH, v_BLNH, mask, scale=self.scaling)
+        else:
             out_BLNH = self.inner_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks=mask, **more)
-        else:  # a row sees all its keys
-            rows = zip(q_BLNH.split(1), k_BLNH, v_BLNH, strict=True)
-            out_BLNH = torch.cat([self.inner_attention(*row, **more) for row in rows])
         out_BLD = out_BLNH.contiguous().flatten(2)
         if self.gate is not None:
             out_BLD = self.gate(x_BLD).sigmoid() * out_BLD

@@ -44,14 +44,26 @@ class CacheSlot(NamedTuple):
     layer: int
 
 
+class Entries(NamedTuple):
+    """Keys or values where they stand in a cache, of rows with one query each.
+
+    Attributes:
+        table_TH: Entries of single heads.
+        seen_MT: Sparse rows whose S stored columns are the entries that a head's query sees, for
+            M = B·N heads.
+    """
+
+    table_TH: Tensor
+    seen_MT: Tensor
+
+
 class KeyValueCache(Protocol):
     """Keeps keys and values of earlier tokens for every (recurrent step, layer)."""
 
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Any, Any]:
         """Append the current tokens' rotated keys and values; return all that may be seen.
 
-        Both are (B, S, N, H) tensors. A cache for attention that `reads_rows` may return each row's
-        by themselves, as a list of (1, S_b, N, H).
+        Both are (B, S, N, H) tensors, or `Entries` for attention that `reads_entries`.
         """
         ...
 
