@@ -12,6 +12,7 @@ from titan_loop.data.load.windows import Batch
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy
 from titan_loop.inference.loading import placed
+from titan_loop.inference.packed import pack
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.models.decoder import LoopDecoder
@@ -76,6 +77,7 @@ class Writer:
         for name, whole in self._whole.state_dict().items():
             part = weights[name]
             whole.copy_(part.full_tensor() if isinstance(part, DTensor) else part)
+        pack(self._whole)
 
     def note(self, batch: Batch, *, old: bool) -> None:
         """Write log π of the parent into a batch, and log π_old, by the weights that wrote it."""

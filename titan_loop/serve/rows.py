@@ -17,6 +17,7 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
 from titan_loop.inference.measures import log_probabilities
+from titan_loop.inference.packed import pack
 from titan_loop.inference.rows import Batch, GeneratedToken, Request, Row, draw_rows
 from titan_loop.inference.sampling import Sampling, probabilities
 from titan_loop.inference.stack import Stack
@@ -260,6 +261,7 @@ class ServingEngine(Engine):
 
     def __init__(self, model: LoopDecoder, *, recurrent_steps: int, kv_cache: str = "full") -> None:
         super().__init__(model, recurrent_steps=recurrent_steps, kv_cache=kv_cache)
+        pack(model)
         self._costs: dict[int, tuple[float, float]] = {}
 
     def batch(self, rows: int, cache: LoopCache | None = None) -> ServedBatch:
