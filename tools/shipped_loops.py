@@ -6,16 +6,24 @@ python -m tools.shipped_loops [FLAG...]    flags of `titan-loop train`
 import sys
 from pathlib import Path
 
-from titan_loop.analysis.results import RunResult
 from titan_loop.cli.main import main
-from train_configs.shipped_loops.recipes import ARMS, RATES, SEEDS, TASKS, TUNING_SEED, chosen
+from train_configs.shipped_loops.recipes import (
+    ARMS,
+    RATES,
+    SEEDS,
+    TASKS,
+    TUNING,
+    TUNING_SEED,
+    chosen,
+)
 
-RESULTS = Path("train_configs/shipped_loops/results/shipped_loops")
+FOLDER = Path("train_configs/shipped_loops/results")
 
 
 def train(arm: str, stage: str, seed: int, flags: list[str]) -> None:
     """Train, examine and record a run, unless its result is there."""
-    if (RESULTS / f"{stage}-seed{seed}.json").exists():
+    results = TUNING if seed == TUNING_SEED else FOLDER
+    if (results / "shipped_loops" / f"{stage}-seed{seed}.json").exists():
         return
     folder = f"runs/shipped_loops-seed{seed}"
     command = ["train", "shipped_loops", "--stage", stage, "--dump-folder", folder, *flags]
@@ -24,7 +32,7 @@ def train(arm: str, stage: str, seed: int, flags: list[str]) -> None:
     if seed != TUNING_SEED and "_text_" in stage:  # documents' sums, for the intervals
         depths = str(ARMS[arm].recurrent_steps)
         commands.append(["eval", run, "--windows", "64", "--depths", depths])
-    commands.append(["results", "add", run])
+    commands.append(["results", "add", run, "--folder", str(results)])
     for each in commands:
         sys.argv = ["titan-loop", *each]  # which the run records as its command
         if status := main(each):
@@ -37,12 +45,9 @@ def every_run(flags: list[str]) -> None:
         for arm in ARMS:
             for label in RATES:
                 train(arm, f"{arm}_{task}_{label}", TUNING_SEED, flags)
-        found = RunResult.all_of(RESULTS)
         for seed in SEEDS:
             for arm in ARMS:
-                stage = chosen(found, arm, task)
-                assert stage is not None
-                train(arm, stage, seed, flags)
+                train(arm, chosen(arm, task), seed, flags)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ size begin to learn. `bash tools/shipped_loops.sh` trains seed 0 at all rates an
 at each arm's best one.
 """
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from titan_loop.analysis.results import RunResult
@@ -32,6 +32,7 @@ from ..runs import SOURCES, text
 from ..text_and_mano import Data, small_run
 
 MANO = CommutedMano(modulus=2, max_operations=5)
+EXAM, TUNING_EXAM = MANO.strata
 TASKS = {
     "text": Data(text(), 128, 4, 200 * 512),
     "mano": Data(TaskLoader.Config(task=MANO), 64, 8, 150 * 512),
@@ -64,6 +65,8 @@ ARMS: dict[str, ModelOptions] = {
 RATES = {"5e-3": 5e-3, "1e-2": 1e-2, "2e-2": 2e-2, "4e-2": 4e-2}
 """Name → largest learning rate of Muon; neighbours are a factor of 2 apart."""
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
+TUNING = Path(__file__).parent / "results" / "tuning"
+"""Folder of the results of the tuning seed, which is in no table."""
 
 
 def shipped_loops() -> Recipe:
@@ -83,16 +86,14 @@ def _arm(data: Data, model: ModelOptions, rate: float) -> LoopTrainer.Config:
     return config
 
 
-def chosen(results: Sequence[RunResult], arm: str, task: str) -> str | None:
-    """Return the stage of an arm's best rate on the tuning seed; None while runs are missing."""
+def chosen(arm: str, task: str) -> str:
+    """Return the stage of an arm's best rate on the tuning seed, whose results must be there."""
     reading = f"static:{ARMS[arm].recurrent_steps}"
+    runs = {run.stage: run.results for run in RunResult.all_of(TUNING / "shipped_loops")}
     stages = [f"{arm}_{task}_{label}" for label in RATES]
-    runs = {run.stage: run.results for run in results if run.seed == TUNING_SEED}
-    if not {*stages} <= {*runs}:
-        return None
     if task == "text":
         names = [f"held_out/{source}/bits_per_byte/{reading}" for source in SOURCES]
         return min(stages, key=lambda stage: sum(runs[stage][name] for name in names))
-    _, tuning = MANO.strata
-    name = f"{MANO.name}/{tuning}/acc,none/{reading}"
-    return max(stages, key=lambda stage: runs[stage][name])
+    return max(
+        stages, key=lambda stage: runs[stage][f"{MANO.name}/{TUNING_EXAM}/acc,none/{reading}"]
+    )
