@@ -6,7 +6,7 @@ The class of a recipe's model options names the family; `titan_loop/plugins.py` 
 name. Other modules never compare names: they ask the `Family`, the decoder or its config.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -246,6 +246,15 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     known = decoder_config(default, max_seq_len=1).architecture
     absent = {name: value for name, value in known.items() if name not in written_always}
     return {**absent, **without_retired(recorded)}
+
+
+def require_usual(options: ModelOptions, names: Iterable[str], problem: str) -> None:
+    """Raise `UserError` for an option that differs from its default; `problem` says why not."""
+    usual = type(options)()
+    for name in names:
+        value, wanted = getattr(options, name), getattr(usual, name)
+        if value != wanted:
+            raise UserError(f"model.{name}={value} {problem}; leave it at {wanted}")
 
 
 def build_decoder(

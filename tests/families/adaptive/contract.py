@@ -1,6 +1,7 @@
 """Cases of layers that loop, with and without memory."""
 
 from functools import partial
+from typing import Any
 
 from tests.contracts.families import Compiled, Contract
 from tests.distributed.test_parity import HELD, Case
@@ -10,7 +11,7 @@ from titan_loop.families.adaptive.objective import PonderCostLoss
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-MEMORY = {"local_slots": 5, "global_slots": 7}
+MEMORY: dict[str, Any] = {"local_slots": 5, "global_slots": 7}
 
 
 def case(checkpointing: str = "none", held: bool = False, **options) -> Case:
@@ -47,6 +48,9 @@ CONTRACT = Contract(
     refused=[
         (AdaptiveOptions(gate_bias=0.0), "model.gate_bias=0.0 has no effect without memory"),
         (AdaptiveOptions(max_iterations=None, scale_init=-3.0), "model.scale_init=-3.0 has no eff"),
-        (AdaptiveOptions(exit_gate=True), "exit_gate=True: family adaptive has no exit gate"),
+        (
+            AdaptiveOptions(exit_gate=True),
+            "model.exit_gate=True does not work with model.family=adaptive",
+        ),
     ],
 )

@@ -78,7 +78,7 @@ CONTRACT = Contract(
     },
     refused=[
         (PonderOptions(top_k=129), "model.top_k=129 is more than the 128 tokens"),
-        (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False: DiscoLoop"),
+        (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False does not fit: DiscoLoop"),
         (
             DiscoLoopOptions(channel_gate="learned", channel_strength=0.5),
             "model.channel_strength=0.5 has no effect",

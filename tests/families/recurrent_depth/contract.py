@@ -57,7 +57,7 @@ CONTRACT = Contract(
     rehearsed={"learned": rehearsed},
     runs={"promoted": Run(run)},
     refused=[
-        (RecurrentDepthOptions(exit_gate=True), "family recurrent_depth has no exit gate"),
+        (RecurrentDepthOptions(exit_gate=True), "does not work with model.family=recurrent_depth"),
         (
             RecurrentDepthOptions(positions="learned"),
             "model.positions=learned needs model.learned_positions",

@@ -90,7 +90,7 @@ CONTRACT = Contract(
         (model(adapter_rank=65), "model.adapter_rank=65 is more than the width, 64"),
         (model(adapter_sets=2), "no effect with model.adapter_rank=0"),
         (model(trained="new"), "there is neither bridge nor mixer nor adapter"),
-        (model(mixer=True, bridge=True), "model.mixer=True reads the prelude at every step"),
+        (model(mixer=True, bridge=True), "model.mixer=True, which reads the prelude at every step"),
         (model(injection="additive"), "reads its prelude through model.bridge"),
     ],
 )

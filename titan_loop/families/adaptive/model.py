@@ -29,7 +29,6 @@ from torch import nn
 from torchtitan.models.common.nn_modules import LayerNorm
 
 from titan_loop.bounds import FINITE
-from titan_loop.errors import UserError
 from titan_loop.families.adaptive.decoder import AdaptiveDecoder
 from titan_loop.families.adaptive.layer import AdaptiveLayer, LoopControl
 from titan_loop.families.adaptive.memory_bank import BankReader, MemoryBank, MemoryGates
@@ -39,6 +38,7 @@ from titan_loop.models.family import (
     FamilyName,
     ModelOptions,
     ModelSize,
+    require_usual,
 )
 from titan_loop.models.gpt2_block import (
     NORM_EPS,
@@ -100,17 +100,13 @@ class AdaptiveOptions(ModelOptions):
 
 def _check(options: AdaptiveOptions) -> None:
     """Raise `UserError` for options that make no model."""
-    if options.exit_gate:
-        raise UserError("model.exit_gate=True: family adaptive has no exit gate")
-    banks = options.local_slots or options.global_slots
-    default = AdaptiveOptions()
-    for name, there, what in (
-        ("scale_init", options.max_iterations, "loops (model.max_iterations)"),
-        ("gate_bias", banks, "memory (model.local_slots, model.global_slots)"),
-    ):
-        value = getattr(options, name)
-        if there is None and value != getattr(default, name):
-            raise UserError(f"model.{name}={value} has no effect without {what}; leave it out")
+    require_usual(options, ("exit_gate",), "does not work with model.family=adaptive")
+    if options.max_iterations is None:
+        problem = "has no effect without loops (model.max_iterations)"
+        require_usual(options, ("scale_init",), problem)
+    if options.local_slots is None and options.global_slots is None:
+        problem = "has no effect without memory (model.local_slots, model.global_slots)"
+        require_usual(options, ("gate_bias",), problem)
 
 
 def decoder_config(

@@ -36,7 +36,7 @@ from titan_loop.families.discoloop.decoding import DecodingDecoder
 from titan_loop.families.discoloop.soft_decode import Decoding
 from titan_loop.families.ouro.model import SIZES
 from titan_loop.models.context import LoopContext
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.family import Family, FamilyName, ModelSize, require_usual
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.loop_config import NORM_EPS, loop_config
 from titan_loop.models.loop_options import LoopOptions
@@ -68,11 +68,8 @@ class DecodingOptions(LoopOptions):
 
     def decoding(self, vocab_size: int) -> Decoding:
         """Return the decoding options of Φ; raises `UserError` for options that cannot work."""
-        if self.coda_layers:
-            raise UserError(
-                f"model.coda_layers={self.coda_layers}: a state is decoded between two steps "
-                "without layers of its own; leave it at 0"
-            )
+        problem = "does not fit: a state is decoded between two steps without layers of its own"
+        require_usual(self, ("coda_layers",), problem)
         if self.top_k is not None and self.top_k > vocab_size:
             problem = f"is more than the {vocab_size} tokens of the vocabulary"
             raise UserError(f"model.top_k={self.top_k} {problem}; leave it out to keep all of them")
@@ -160,15 +157,11 @@ def decoder_config(
 ) -> DiscoLoopDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
     learned = options.channel_gate == "learned"
-    if learned and options.channel_strength != 1.0:
-        raise UserError(
-            f"model.channel_strength={options.channel_strength} has no effect with "
-            "model.channel_gate=learned; leave it out"
-        )
-    if not options.tie_weights:
-        raise UserError(
-            "model.tie_weights=False: DiscoLoop decodes and encodes with one matrix; leave it True"
-        )
+    if learned:
+        problem = "has no effect with model.channel_gate=learned"
+        require_usual(options, ("channel_strength",), problem)
+    problem = "does not fit: DiscoLoop decodes and encodes with one matrix"
+    require_usual(options, ("tie_weights",), problem)
     norm = FinalNorm.Config(
         normalized_shape=shape.dim, eps=NORM_EPS, param_init={"weight": nn.init.ones_}
     )

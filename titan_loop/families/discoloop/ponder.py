@@ -24,12 +24,11 @@ from annotated_types import Gt
 from torch import Tensor
 
 from titan_loop.bounds import FINITE
-from titan_loop.errors import UserError
 from titan_loop.families.discoloop.decoding import DecodingDecoder
 from titan_loop.families.discoloop.model import DecodingOptions
 from titan_loop.families.ouro.model import SIZES
 from titan_loop.models.context import LoopContext
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.family import Family, FamilyName, ModelSize, require_usual
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.recurrence import Carry
 
@@ -72,11 +71,8 @@ def decoder_config(
     options: PonderOptions, shape: ModelSize, max_seq_len: int
 ) -> PonderDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    if options.injection != "none":
-        raise UserError(
-            f"model.injection={options.injection}: every step of a PonderLM starts from the "
-            "embeddings anyway; leave it at none"
-        )
+    problem = "does not fit: every step of a PonderLM starts from the embeddings anyway"
+    require_usual(options, ("injection",), problem)
     return loop_config(
         PonderDecoder.Config,
         options,

@@ -52,7 +52,7 @@ from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.dropout import Drawing
-from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize, require_usual
 from titan_loop.models.initialisation import draw, normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
@@ -330,23 +330,13 @@ def decoder_config(
     options: LatentOptions, shape: ModelSize, max_seq_len: int
 ) -> LatentDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    defaults = LatentOptions()
-    for name in _ABSENT:
-        value, absent = getattr(options, name), getattr(defaults, name)
-        if value != absent:
-            raise UserError(
-                f"model.{name}={value} does not work with model.family=latent; leave it at {absent}"
-            )
-    if options.corruption and options.state == "continuous":
-        raise UserError(
-            f"model.corruption={options.corruption} needs the discrete values of "
-            "model.state=discrete; leave it at 0"
-        )
-    if options.scale_scores_by_terms and options.positions != "deberta":
-        raise UserError(
-            f"model.scale_scores_by_terms=True needs the terms of model.positions=deberta, not "
-            f"{options.positions}; leave it at False"
-        )
+    require_usual(options, _ABSENT, "does not work with model.family=latent")
+    if options.state == "continuous":
+        problem = "needs the discrete values of model.state=discrete"
+        require_usual(options, ("corruption",), problem)
+    if options.positions != "deberta":
+        problem = f"needs the terms of model.positions=deberta, not {options.positions}"
+        require_usual(options, ("scale_scores_by_terms",), problem)
     sizes = (shape.vocab_size, *(options.factors or ()))
     head = FactorHead.Config(
         in_features=shape.dim,

@@ -33,6 +33,7 @@ from titan_loop.models.family import (
     FamilyName,
     ModelOptions,
     ModelSize,
+    require_usual,
 )
 from titan_loop.models.gpt2_block import (
     ZERO,
@@ -102,11 +103,7 @@ def _table(options: RecurrentDepthOptions, shape: ModelSize) -> dict[str, Callab
 def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Config:
     kind, rows = options.positions, options.learned_positions
     if kind == "none":
-        if rows is not None:
-            raise UserError(
-                f"model.learned_positions={rows} has no effect with model.positions=none; leave it "
-                "out"
-            )
+        require_usual(options, ("learned_positions",), "has no effect with model.positions=none")
         return Positions.Config()
     if rows is None:
         raise UserError("model.positions=learned needs model.learned_positions")
@@ -120,8 +117,7 @@ def decoder_config(
     options: RecurrentDepthOptions, shape: ModelSize, max_seq_len: int
 ) -> GPT2Decoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    if options.exit_gate:
-        raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
+    require_usual(options, ("exit_gate",), "does not work with model.family=recurrent_depth")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, table = shape.dim // shape.n_heads, _table(options, shape)

@@ -47,7 +47,7 @@ from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.dense import BlockOptions, dense_config
-from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize, require_usual
 from titan_loop.models.injection import Injected
 from titan_loop.models.llama import LLAMA_SIZES
 from titan_loop.models.parameter_groups import ParameterGroup
@@ -56,8 +56,6 @@ from titan_loop.models.units import Unit
 
 Trained: TypeAlias = Literal["all", "core", "new"]
 """The parameters that train."""
-
-_NO_ADAPTERS = AdapterSets(rank=0, sets=1, first_step=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -233,22 +231,14 @@ def decoder_config(
     options: RetrofitOptions, shape: ModelSize, max_seq_len: int
 ) -> RetrofitDecoder.Config:
     """Return the architecture; arguments as in `Family.decoder_config`."""
-    if options.injection != "none":
-        raise UserError(
-            f"model.injection={options.injection}: a retrofitted loop reads its prelude through "
-            "model.bridge; leave it at none"
-        )
+    problem = "does not fit: a retrofitted loop reads its prelude through model.bridge"
+    require_usual(options, ("injection",), problem)
     adapters = _adapters(options, shape)
-    if options.mixer and (options.bridge or options.damping > 1):
-        raise UserError(
-            "model.mixer=True reads the prelude at every step; leave out model.bridge and "
-            "model.damping"
-        )
-    if options.start_noise and not options.mixer:
-        raise UserError(
-            f"model.start_noise={options.start_noise} is the start of a mixer's state; leave it at "
-            "0 without model.mixer"
-        )
+    if options.mixer:
+        problem = "does not fit model.mixer=True, which reads the prelude at every step"
+        require_usual(options, ("bridge", "damping"), problem)
+    else:
+        require_usual(options, ("start_noise",), "has no effect without model.mixer")
     parts = (adapters is not None, options.bridge, options.mixer)
     if options.trained == "new" and not any(parts):
         raise UserError(
@@ -282,11 +272,8 @@ def _adapters(options: RetrofitOptions, shape: ModelSize) -> AdapterSets | None:
         raise UserError(f"model.adapter_rank={adapters.rank} is more than the width, {shape.dim}")
     if adapters.rank:
         return adapters
-    if adapters != _NO_ADAPTERS:
-        raise UserError(
-            "model.adapter_sets and model.adapter_first_step have no effect with "
-            "model.adapter_rank=0; leave them at 1"
-        )
+    problem = "has no effect with model.adapter_rank=0"
+    require_usual(options, ("adapter_sets", "adapter_first_step"), problem)
     return None
 
 
