@@ -164,11 +164,3 @@ def test_a_network_that_stays_away_ends_set_up_with_one_line(set_up, tmp_path):
     assert "HTTP error 503" in line
     assert len(installed(tmp_path)) == 3
     assert set_up().returncode == 0, "nothing was stamped"
-
-
-def test_an_error_that_is_not_the_networks_is_not_tried_again(set_up, tmp_path):
-    words = "ERROR: No matching distribution found for numpy==9\n"
-    answer = set_up(failures=9, words=words)
-    assert answer.returncode == 1
-    assert words in answer.stderr
-    assert len(installed(tmp_path)) == 1

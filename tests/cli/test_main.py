@@ -55,10 +55,8 @@ def start_of(*arguments: str) -> tuple[int, int, list[str]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help",
         "recipes",
         "slurm submit --help",
-        "doctor --nonsense",
         "train quickstrat",
         "eval --help",
     ],

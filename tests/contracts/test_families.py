@@ -92,8 +92,10 @@ def test_cached_generation_equals_full_passes(name):
     check_generation(random_model(options, CONTEXT), steps=steps, leaves=leaves)
 
 
-# One case of every folder.
-@pytest.mark.parametrize("name", {name.split("/")[0]: name for name in cases("generated")}.values())
+# One case of every fourth folder.
+@pytest.mark.parametrize(
+    "name", [*{name.split("/")[0]: name for name in cases("generated")}.values()][::4]
+)
 def test_generation_with_hooks_equals_full_passes_with_them(name):
     """Rows at other steps of one call of the stack are left alone, drafts are changed, too."""
     options, leaves, steps = cases("generated")[name]

@@ -62,13 +62,12 @@ def update(model: LoopDecoder) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "bfloat16", "options": SMALL},
         {"dtype": "bfloat16", "checkpointing": "full", "options": SMALL},
         {"compile_backend": "aot_eager", "options": SMALL},
         {"options": OuroOptions(size="debugmodel", tie_weights=True)},
         {"trainable": "exit_gate", "options": SMALL},
     ],
-    ids=["bf16", "bf16-full", "compiled", "tied", "gate-only"],
+    ids=["bf16-full", "compiled", "tied", "gate-only"],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_policies_agree_bit_for_bit(gloo_pool, changes):
@@ -155,7 +154,6 @@ def gathers_under_auto(total_memories: list[int]) -> int:
     ("memories", "policy"),
     [
         ([2**40, 2**40], "per_step"),
-        ([2**20, 2**20], "per_visit"),
         ([2**40, 2**20], "per_visit"),  # all ranks alike: gathers have to match
     ],
 )

@@ -59,7 +59,7 @@ def test_a_task_without_result_is_recorded_and_ends_with_code_1(run: Path, capsy
     assert [*record["failures"]] == ["held_out"]
 
 
-@pytest.mark.parametrize("when", ["before", "manifest", "weights", "after loading"])
+@pytest.mark.parametrize("when", ["before", "weights", "after loading"])
 def test_a_deletion_at_any_moment_is_no_error(run: Path, monkeypatch, caplog, when: str):
     """The keep policy removes the manifest first, then the rest."""
     for step in (3, 6):

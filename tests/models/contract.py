@@ -10,11 +10,11 @@ from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.dense import DenseOptions
 
 LAYOUTS = {
-    "qwen3": "dp2 tp2",
-    "olmo2": "dp2 tp2 tp2-no-sp",
-    "gemma2": "dp2 tp2 cp2",
-    "gemma3": "dp2-tp2 cp2",
-    "smollm3": "dp2 tp2 tp2-no-sp",
+    "qwen3": "tp2",
+    "olmo2": "tp2 tp2-no-sp",
+    "gemma2": "tp2 cp2",
+    "gemma3": "dp2-tp2",
+    "smollm3": "tp2-no-sp",
     "granite": "tp2",
     "phi3": "tp2",
 }
@@ -23,7 +23,7 @@ case = partial(Case, family=DenseOptions, steps=(3, 1))
 
 CONTRACT = Contract(
     parity={
-        "loop": (case(exit_gate=False), "dp2 tp2 cp2"),
+        "loop": (case(exit_gate=False), "cp2"),
         "normed-tied": (
             case(
                 tie_weights=True,
@@ -31,12 +31,12 @@ CONTRACT = Contract(
                 options=(("norm_placement", "every_step"),),
                 checkpointing="selective",
             ),
-            "dp2 dp2-tp2",
+            "dp2-tp2",
         ),
-        "gated": (case(checkpointing="full", fsdp=HELD), "dp2 tp2-no-sp"),
+        "gated": (case(checkpointing="full", fsdp=HELD), "tp2-no-sp"),
         "split": (
             case(exit_gate=False, options=tuple(SPLIT.items()), backward_steps=2),
-            "dp2 tp2 hsdp2x2",
+            "tp2 hsdp2x2",
         ),
         **{
             name: (case(exit_gate=False, options=tuple(BLOCKS[name].items())), layouts)

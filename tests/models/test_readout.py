@@ -136,21 +136,6 @@ def test_tokens_without_a_label_cost_no_products(labelled: int, grad: bool):
             torch.testing.assert_close(got, want, **EXACT)
 
 
-def test_gradcheck():
-    head = build_head(3, 5, chunk_tokens=2)
-    hidden, labels, weight = draw_inputs(steps=2, batch=1, length=4, width=3, vocab=5)
-
-    def loss(head_weight: Tensor, weight: Tensor, *hidden: Tensor) -> Tensor:
-        return torch.func.functional_call(
-            head,
-            {"weight": head_weight},
-            (hidden,),
-            {"labels_BL": labels, "weight_RBL": weight},
-        )[0]
-
-    assert torch.autograd.gradcheck(loss, (head.weight, weight, *hidden))
-
-
 def test_ignored_labels_have_neither_loss_nor_gradient():
     head = build_head(6, 11)
     hidden, labels, weight = draw_inputs()

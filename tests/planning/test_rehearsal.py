@@ -98,10 +98,9 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     assert counters["stats"]["unique_graphs"] >= 1
 
 
-@pytest.mark.parametrize("policy", ["per_visit", "per_step"])
-def test_collectives_of_a_step_are_those_that_gloo_counts(policy):
+def test_collectives_of_a_step_are_those_that_gloo_counts():
     """The formula is that of `tests/distributed/test_collectives.py`."""
-    config, steps = stage(), 3
+    config, steps, policy = stage(), 3, "per_visit"
     config.fsdp.policy = policy
     config.recurrence.steps = Schedule.constant(steps)
     config.batch.global_batch_tokens = Schedule.constant(4 * EIGHT.ranks * SEQ_LEN)
@@ -181,16 +180,10 @@ def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
 
 
 def test_offloaded_weights_with_an_average_are_assembled():
-    """Every weight is reduced once a micro-batch; states and held layers are in the peak."""
-    config, ranks = stage(), EIGHT.ranks
+    config = stage()
     config.training.enable_cpu_offload, config.checkpoint.enable = True, False
     config.ema.decay = 0.9
-    (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
-    padded = ranks * sum(size.shard(ranks) for size in needs.units)
-    received = measured.micro_batches * 4 * padded * (1 - 1 / ranks)
-    assert measured.moved["reduce-scatter"].received_bytes == pytest.approx(received, rel=1e-6)
-    held = 2 * sum(size.parameters() for size in needs.units if size.unit.is_looped)
-    assert measured.peak_bytes > needs.states.total + held
+    needs, measured = assert_every_weight_is_reduced_once(config)
     on_host = needs.states.parameters + needs.states.optimizer
     assert gpu_peak_bytes(needs, measured) == measured.peak_bytes - on_host > 0
     assert measured.checkpoint_bytes == 0
@@ -254,12 +247,10 @@ def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_one_gpu_exchanges_nothing_and_holds_what_it_trains(dtype):
+def test_one_gpu_exchanges_nothing_and_holds_what_it_trains():
     one, config = Cluster(nodes=1, gpus_per_node=1, gpu=EIGHT.gpu, mfu=0.4), stage()
-    config.training.mixed_precision_param = dtype
     step, (needs,) = step_of(config, one), recipe_needs(recipe_of(config), one)
     assert not any(moved.count for moved in step.moved.values())
-    casts = needs.states.parameters / 2 if dtype == "bfloat16" else 0
+    casts = needs.states.parameters / 2  # in bf16
     states = needs.states.parameters + needs.states.gradients + needs.states.optimizer
     assert states + casts < step.peak_bytes

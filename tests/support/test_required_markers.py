@@ -52,17 +52,13 @@ def test_the_known_markers_are_those_of_pyproject():
 @pytest.mark.parametrize(
     ("text", "required", "options", "code", "expected"),
     [
-        (SKIPPED, "", "", 0, "slurm          1 skipped"),
         (SKIPPED, "slurm", "", 1, "but slurm is required here"),
-        (PASSED, "slurm", "", 0, "slurm          1 passed"),
         (PASSED, "slurm,network", "", 1, "FAILED network: required, but no such test ran"),
         (PASSED, "slrum", "", 4, "TITAN_LOOP_REQUIRE=slrum is no marker"),
         (SKIPPED + PASSED, "slurm", "-n 1", 1, "slurm          1 failed, 1 passed"),
     ],
     ids=[
-        "a skip passes",
         "a required skip fails",
-        "ran",
         "none collected",
         "unknown marker",
         "the same in a worker",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,76 +81,42 @@ def test_a_signal_before_the_first_step_ends_the_recipe(source, tmp_path):
     assert committed_steps(tmp_path / "run" / "checkpoints") == []
 
 
-def ended_of(program: str, reports: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program as rank 0 of a job that keeps reports of how its ranks ended."""
-    environment = {**os.environ, REPORTS_VARIABLE: str(reports), "SLURM_PROCID": "0"}
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-STUCK = """
-import os, signal, time
-from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
-
-def stuck_here():
-    for _ in range({signals}):
+def stuck_here(signals: int) -> None:
+    for _ in range(signals):
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.1)
     time.sleep(300)
 
-with StopListener(grace={grace}, echo={echo}) as listener:
-    listener.watch({hang}, lambda: print("dumped", flush=True))
-    stuck_here()
-"""
+
+def get_stuck(folder: Path, hang: float, signals: int, limits: dict[str, float]) -> None:
+    """Be rank 0 of a job that keeps reports of how its ranks ended."""
+    os.environ |= {REPORTS_VARIABLE: str(folder), "SLURM_PROCID": "0"}
+    log = (folder / "log").open("w")
+    os.dup2(log.fileno(), 2)
+    sys.stderr = sys.__stderr__ = log
+    with StopListener(**{"grace": 300, **limits}) as listener:
+        listener.watch(hang, (folder / "dumped").touch)
+        stuck_here(signals)
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("hang", "signals", "limits", "reason"),
     [
-        ({"grace": 0.2, "signals": 1}, "0.2 s after SIGUSR1 it has not stopped"),
-        ({"hang": 0.2}, r"no progress for 0.2 s (hang_seconds)"),
-        ({"echo": 0.01, "signals": 100}, "a second signal, SIGUSR1"),
+        (0, 1, {"grace": 0.2}, "0.2 s after SIGUSR1 it has not stopped"),
+        (0.2, 0, {}, "no progress for 0.2 s (hang_seconds)"),
+        (0, 100, {"echo": 0.01}, "a second signal, SIGUSR1"),
     ],
 )
-def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path):
-    program = STUCK.format(**{"grace": 300, "echo": 5, "hang": 0, "signals": 0, **settings})
-    ended = ended_of(program, tmp_path)
-    assert ended.returncode == EXIT_STOPPED
+def test_a_stuck_process_ends_with_stacks_and_traces(hang, signals, limits, reason, tmp_path):
+    child = preloaded_context().Process(target=get_stuck, args=(tmp_path, hang, signals, limits))
+    child.start()
+    child.join()
+    said = (tmp_path / "log").read_text()
+    assert child.exitcode == EXIT_STOPPED, said
     assert [each.code for each in read_exits(tmp_path)] == [EXIT_STOPPED]
-    assert f"rank 0: {reason}; ended without a new checkpoint" in ended.stderr
-    assert "in stuck_here" in ended.stderr
-    assert ended.stdout == "dumped\n"
-
-
-LEAVING = """
-import threading
-from titan_loop.errors import UserError
-from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
-
-with StopListener(leave=0.2) as listener:
-    try:
-        raise {error}
-    except Exception as error:
-        listener.leave(error)
-        never = threading.Event()
-        {wait}
-never.wait()  # as a thread of the interpreter's end may
-"""
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "wait"),
-    [
-        ("RuntimeError('my own')", 1, "never.wait()  # in closing"),
-        ("UserError('x=1 is wrong')", 2, "pass"),
-    ],
-)
-def test_a_rank_with_an_error_of_its_own_ends_though_closing_hangs(error, code, wait, tmp_path):
-    ended = ended_of(LEAVING.format(error=error, wait=wait), tmp_path)
-    assert ended.returncode == code
-    assert [each.code for each in read_exits(tmp_path)] == [code]
-    kind, _, message = error.removesuffix("')").partition("('")
-    assert ended.stderr.splitlines()[-1].endswith(f"{kind}: {message}")
+    assert f"rank 0: {reason}; ended without a new checkpoint" in said
+    assert "in stuck_here" in said
+    assert (tmp_path / "dumped").exists()
 
 
 ORPHAN = """

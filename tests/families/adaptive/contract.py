@@ -36,11 +36,10 @@ def rehearsed(config: LoopTrainer.Config) -> None:
 
 CONTRACT = Contract(
     parity={
-        "plain": (case(), "dp2 tp2"),
-        "memory": (case(**MEMORY), "dp2 tp2 tp2-no-sp dp2-tp2"),
-        "memory-full": (case("full", held=True, **MEMORY), "dp2 tp2 cp2"),
+        "plain": (case(), "dp2"),
+        "memory": (case(**MEMORY), "tp2-no-sp dp2-tp2"),
+        "memory-full": (case("full", held=True, **MEMORY), "cp2"),
         "memory-selective": (case("selective", **MEMORY), "dp2"),
-        "loops-selective": (case("selective", held=True, max_iterations=5), "dp2"),
         "by-step": (case("recurrent-step", held=True, **MEMORY), "dp2"),
     },
     compiled={"memory": Compiled(AdaptiveOptions(scale_init=0.0, **MEMORY), steps=1)},

@@ -37,34 +37,33 @@ CONTRACT = Contract(
         "disco": (disco(exit_gate=False, options=()), "dp2 tp2 hsdp2x2-cp2"),
         "disco-learned-full": (
             disco(options=(*LEARNED, ("top_k", 5), ("temperature", 0.5)), checkpointing="full"),
-            "dp2 tp2 tp2-no-sp cp2",
+            "tp2-no-sp cp2",
         ),
         "disco-held-by-step": (
             disco(exit_gate=False, options=LEARNED, checkpointing="recurrent-step+full", fsdp=HELD),
-            "dp2 dp2-tp2",
+            "dp2-tp2",
         ),
         "disco-selective": (
             disco(options=(*LEARNED, ("top_k", 5)), checkpointing="selective"),
-            "dp2 dp2-tp2",
+            "dp2",
         ),
-        "disco-held": (disco(checkpointing="full", fsdp=HELD), "dp2"),
-        "disco-always-truncated": (disco(reshard="always", backward_steps=2), "dp2 hsdp2x2"),
+        "disco-always-truncated": (disco(reshard="always", backward_steps=2), "hsdp2x2"),
         "ponder-always": (
             ponder(
                 options=(*ONE_LAYER, ("top_k", 9)),
                 reshard="always",
                 checkpointing="selective",
             ),
-            "dp2 tp2 dp2-cp2-tp2",
+            "dp2-cp2-tp2",
         ),
         "ponder-never": (
             ponder(
                 reshard="never",
                 options=(*ONE_LAYER, ("scale_embeddings", True), ("start_factor", 3.0)),
             ),
-            "dp2 tp2-no-sp",
+            "tp2-no-sp",
         ),
-        "ponder-held": (ponder(tie_weights=True, fsdp=HELD), "dp2 hsdp2x2"),
+        "ponder-held": (ponder(tie_weights=True, fsdp=HELD), "dp2"),
     },
     compiled={
         f"top-k {top_k}": Compiled(

@@ -42,10 +42,10 @@ def run(folder: Path, world: int) -> LoopTrainer.Config:
 
 CONTRACT = Contract(
     parity={
-        "all": (case(exit_gate=False, options=()), "dp2 tp2"),
+        "all": (case(exit_gate=False, options=()), "tp2"),
         "truncated": (
             case(exit_gate=False, steps=(3, 2), backward_steps=4, checkpointing="recurrent-step"),
-            "dp2 tp2 hsdp2x2 cp2",
+            "hsdp2x2 cp2",
         ),
         "held-tied": (
             case(
@@ -55,9 +55,9 @@ CONTRACT = Contract(
                 checkpointing="full",
                 backward_steps=3,
             ),
-            "dp2 dp2-tp2",
+            "dp2-tp2",
         ),
-        "gated": (case(checkpointing="selective"), "dp2 tp2-no-sp"),
+        "gated": (case(checkpointing="selective"), "tp2-no-sp"),
     },
     compiled={"two stacks": Compiled(HrmTextOptions(**SMALL), steps=2)},
     generated={"causal": Generated(HrmTextOptions(**SMALL, prefix_lm=False), Confidence(0.1))},

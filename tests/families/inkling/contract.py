@@ -1,17 +1,12 @@
 """Cases of Inkling's passes."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tests.contracts.families import Compiled, Contract, Folder, Generated, Run
-from tests.contracts.runs import BATCH, small_run
+from tests.contracts.families import Compiled, Contract, Folder, Generated
 from tests.distributed.test_parity import HELD, Case
 from titan_loop.families.inkling.model import InklingOptions
 from titan_loop.inference.exit_policy import Confidence
-from titan_loop.training.depth_schedule import RecurrenceConfig
-from titan_loop.training.schedule import Schedule
-from titan_loop.training.trainer import LoopTrainer
 
 SMALL: dict[str, Any] = {
     "full_layers": (1, 3, 5),
@@ -46,19 +41,6 @@ OTHER: dict[str, Any] = {
 case = partial(Case, family=InklingOptions, steps=(3, 1, 2), options=tuple(SMALL.items()))
 
 
-def run(folder: Path, world: int) -> LoopTrainer.Config:
-    """Return a run in which one to three passes take turns, and two have a gradient."""
-    config = small_run(folder, InklingOptions(**SMALL))
-    steps = Schedule.steps([(0, 1), (2 * BATCH, 2), (4 * BATCH, 3)])
-    config.recurrence = RecurrenceConfig(steps=steps, backward_steps=2)
-    return config
-
-
-def rehearsed(config: LoopTrainer.Config) -> None:
-    """Rehearse a stage of Inkling."""
-    config.model = InklingOptions()
-
-
 CONTRACT = Contract(
     parity={
         "passes": (case(exit_gate=False), "dp2 hsdp2x2"),
@@ -70,8 +52,6 @@ CONTRACT = Contract(
     },
     compiled={"passes": Compiled(InklingOptions(**SMALL))},
     generated={"passes": Generated(InklingOptions(**SMALL), Confidence(0.05))},
-    rehearsed={"passes": rehearsed},
-    runs={"passes": Run(run)},
     folders={
         "inkling": Folder(
             "inkling",

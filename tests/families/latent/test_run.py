@@ -15,7 +15,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 @pytest.mark.usefixtures("alone")
 def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd):
     act_as_launched(1)
-    config = run("discrete", tmp_path / "run", 1)
+    config = run(tmp_path / "run", 1)
     config.model.corruption = 0.5  # type: ignore[attr-defined]
     config.suite = SuiteConfig(interval=4, tasks=[TASK.name], depths=[2, 4], questions=8)
     train_run(config)

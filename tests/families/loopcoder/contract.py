@@ -24,27 +24,20 @@ def run(folder: Path, world: int) -> LoopTrainer.Config:
     return config
 
 
-def rehearsed(config: LoopTrainer.Config) -> None:
-    """Rehearse a stage of LoopCoder."""
-    config.model = LoopCoderOptions(recurrent_steps=2)
-
-
 CONTRACT = Contract(
     parity={
-        "loop": (case(exit_gate=False), "dp2 tp2 tp2-no-sp cp2"),
+        "loop": (case(exit_gate=False), "tp2 cp2"),
         "truncated": (
             case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
-            "dp2 hsdp2x2",
+            "hsdp2x2",
         ),
         "held-tied": (
             case(tie_weights=True, exit_gate=False, fsdp=HELD, checkpointing="full"),
             "dp2-tp2",
         ),
-        "gated": (case(checkpointing="selective"), "dp2"),
     },
     compiled={"loop": Compiled(LoopCoderOptions(n_layers=1, **NEAR))},
     generated={"loop": Generated(LoopCoderOptions(**NEAR), Confidence(0.05))},
-    rehearsed={"loop": rehearsed},
     runs={"loop": Run(run)},
     folders={
         "loopcoder": Folder(

@@ -47,7 +47,6 @@ CONTRACT = Contract(
             run,
             equal=(*LOADS, "experts/unused"),
             close=("experts/balance", "experts/router_z"),
-            ranks=((2, 1), (1, 2)),
         )
     },
     folders={

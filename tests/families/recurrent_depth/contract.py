@@ -5,8 +5,6 @@ from pathlib import Path
 from tests.contracts.families import Contract, Generated, Run
 from tests.distributed.test_parity import SEQ_LEN, Case
 from tests.inference.reference import CONTEXT
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 from titan_loop.inference.exit_policy import HiddenDifference
 from titan_loop.recipes.registry import load_recipe
@@ -28,12 +26,6 @@ def run(folder: Path, world: int) -> LoopTrainer.Config:
     return config
 
 
-def rehearsed(config: LoopTrainer.Config) -> None:
-    """Learned positions."""
-    config.dataloader = TaskLoader.Config(task=Mano(5, 3))
-    config.model = RecurrentDepthOptions(positions="learned", learned_positions=32, vocab_size=512)
-
-
 CONTRACT = Contract(
     parity={
         "learned": (
@@ -44,7 +36,7 @@ CONTRACT = Contract(
                 options=(("positions", "learned"), ("learned_positions", SEQ_LEN)),
                 family=RecurrentDepthOptions,
             ),
-            "dp2 tp2-no-sp cp2 dp2-tp2",
+            "tp2-no-sp cp2",
         ),
     },
     generated={
@@ -54,7 +46,6 @@ CONTRACT = Contract(
             steps=4,
         )
     },
-    rehearsed={"learned": rehearsed},
     runs={"promoted": Run(run)},
     refused=[
         (RecurrentDepthOptions(exit_gate=True), "does not work with model.family=recurrent_depth"),

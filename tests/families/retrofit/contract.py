@@ -34,19 +34,19 @@ model = partial(RetrofitOptions, **SPLIT)
 
 CONTRACT = Contract(
     parity={
-        "bridge": case("dp2 tp2 tp2-no-sp cp2", {"bridge": True}, fsdp=HELD),
+        "bridge": case("tp2 cp2", {"bridge": True}, fsdp=HELD),
         "truncated": case(
-            "dp2 dp2-tp2",
+            "dp2-tp2",
             {"bridge": True, "damping": 2},
             tie_weights=True,
             backward_steps=2,
             checkpointing="recurrent-step",
         ),
         "adapters": case(
-            "dp2 tp2 tp2-no-sp", {"adapter_rank": 3, "adapter_sets": 2}, checkpointing="full"
+            "tp2 tp2-no-sp", {"adapter_rank": 3, "adapter_sets": 2}, checkpointing="full"
         ),
-        "mixer": case("dp2 tp2", {"mixer": True}, backward_steps=2),
-        "new": case("dp2 tp2", {**LATE, "trained": "new"}, steps=(3, 2)),
+        "mixer": case("tp2", {"mixer": True}, backward_steps=2),
+        "new": case("dp2", {**LATE, "trained": "new"}, steps=(3, 2)),
     },
     compiled={
         "adapters": Compiled(RetrofitOptions(n_layers=1, adapter_rank=2, adapter_sets=3), graphs=3)

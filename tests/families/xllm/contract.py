@@ -59,23 +59,19 @@ def generated(**options) -> Generated:
     return Generated(XllmOptions(exit_gate=False, **options), Confidence(0.08))
 
 
-LAYOUTS = "dp2 tp2 cp2"
 CONTRACT = Contract(
     parity={
-        "diagonal": case(f"{LAYOUTS} tp2-no-sp", prelude_norm=True),
+        "diagonal": case("dp2 cp2 tp2-no-sp", prelude_norm=True),
         "truncated": case("dp2", "recurrent-step", 2),
-        "orthogonal": case(LAYOUTS, "selective", injection="orthogonal"),
-        "linear": case(LAYOUTS, "full", injection="linear", state_norm=True),
-        "noise": case("tp2 tp2-no-sp", "recurrent-step", start_state="normal"),
-        "shared": case(LAYOUTS, states="shared", low_cycles=2),
-        "split": case(LAYOUTS, "full", n_layers=4, states="split", low_cycles=2, core_passes=2),
+        "orthogonal": case("tp2", "selective", injection="orthogonal"),
+        "linear": case("tp2", "full", injection="linear", state_norm=True),
+        "noise": case("tp2-no-sp", "recurrent-step", start_state="normal"),
+        "shared": case("tp2", states="shared", low_cycles=2),
+        "split": case("cp2", "full", n_layers=4, states="split", low_cycles=2, core_passes=2),
         "untied": case("dp2-tp2", n_layers=4, untied_steps=2, start_state="input"),
     },
     generated={
         "diagonal": generated(),
-        "orthogonal": generated(injection="orthogonal", start_state="zero"),
-        "linear": generated(injection="linear", state_norm=True),
-        "shared": generated(states="shared", low_cycles=2),
         "split": generated(states="split", core_passes=2, low_cycles=1),
         "untied": generated(untied_steps=2, prelude_norm=True),
     },

@@ -10,8 +10,6 @@ options = partial(XllmMoEOptions, experts=4, dim=32)
 
 CONTRACT = Contract(
     generated={
-        "one": Generated(options(), Confidence(0.08)),
         "split": Generated(options(states="split"), Confidence(0.08)),
-        "linear": Generated(options(injection="linear"), Confidence(0.08)),
     }
 )

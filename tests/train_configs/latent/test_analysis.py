@@ -23,7 +23,9 @@ TASK = DagArithmetic(modulus=5, nodes=8, leaves=4, names=16, test_nodes=(8,))
 def test_only_models_of_the_family_are_analysed(tmp_path: Path, monkeypatch):
     act_as_launched(1)
     smooth, mano = tmp_path / "smooth", tmp_path / "mano"
-    train_run(run("continuous", smooth, 1))
+    config = run(smooth, 1)
+    config.model.state = "continuous"  # type: ignore[attr-defined]
+    train_run(config)
     monkeypatch.setattr(analysis, "share_solved", lambda *_, count: (0.5, 5))
     assert solved(smooth).record["solved"]["9_nodes"] == "0.500"
     with pytest.raises(UserError, match="smooth is not a discrete model of the family latent"):

@@ -27,27 +27,6 @@ def recipe() -> Recipe:
     return load_recipe("miniature")
 
 
-def test_it_is_the_big_recipe_s_tree_forked_once(recipe):
-    assert {stage.name: stage.parent for stage in recipe.stages} == {
-        "1a": None,
-        "1b": "1a",
-        "annealing": "1b",
-        "longct": "annealing",
-        "mid_training": "longct",
-        "gate": "mid_training",
-        "1b_upcycled": "1a",
-        "annealing_upcycled": "1b_upcycled",
-        "longct_upcycled": "annealing_upcycled",
-        "mid_training_upcycled": "longct_upcycled",
-        "gate_upcycled": "mid_training_upcycled",
-    }
-    for stage in recipe.stages:
-        upcycled = stage.name.endswith("_upcycled")
-        assert stage.config.model.n_layers == (8 if upcycled else 4)
-        fork = stage.name == "1b_upcycled"
-        assert stage.config.checkpoint.carry.upcycle == ("stacked" if fork else "no")
-
-
 @pytest.mark.parametrize("branch", ["ouro_1_4b", "ouro_2_6b"])
 def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
     """R, β, RoPE base, what trains, and how window, batch and rate relate to the stage before."""

@@ -1,11 +1,12 @@
 """Small models with every weight at random, their runs and exported folders, and transformers."""
 
+import importlib
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
+from tests.support.multiprocess import preloaded_context
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.data.source_card import SourceCard, file_sha256
@@ -112,25 +114,22 @@ def convert(*arguments: object) -> None:
     assert cli.main(["convert", *map(str, arguments)]) == 0
 
 
-KILLED = """
-import os, signal, sys
-from titan_loop.cli.main import main
-import {module} as module
-
-module.{function} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-main(sys.argv[1:])
-"""
+def convert_until(function: str, module: str, arguments: Sequence[str]) -> None:
+    """Run `titan-loop convert` until the module calls the function, which kills this process."""
+    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+    setattr(importlib.import_module(module), function, lambda *_, **__: kill())
+    cli.main(["convert", *arguments])
 
 
 def convert_killed(at: Callable[..., object], module: ModuleType, *arguments: object) -> None:
     """Run `titan-loop convert` in a process that is killed where `module` calls the function."""
-    text = KILLED.format(module=module.__name__, function=at.__name__)
-    killed = subprocess.run(
-        [sys.executable, "-c", text, "convert", *map(str, arguments)],
-        capture_output=True,
-        check=False,
+    words = [*map(str, arguments)]
+    child = preloaded_context().Process(
+        target=convert_until, args=(at.__name__, module.__name__, words)
     )
-    assert killed.returncode == -signal.SIGKILL
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="session")
