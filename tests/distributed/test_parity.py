@@ -62,6 +62,7 @@ class Layout:
     cp: int = 1
     replicate: int = 1
     sequence_parallel: bool = True
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Case:
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     config = decoder_config(case.model, max_seq_len=SEQ_LEN)
+    if layout.experts > 1:
+        config.expert_parallel = True
     checkpointing = CHECKPOINTING[case.checkpointing]
     return parallel_model(
         config,
@@ -101,6 +104,7 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
             tensor_parallel_degree=layout.tp,
             context_parallel_degree=layout.cp,
             data_parallel_replicate_degree=layout.replicate,
+            expert_parallel_degree=layout.experts,
             enable_sequence_parallel=layout.sequence_parallel,
             # Alone there is nothing to place, and no process group that a mesh could be built on.
             spmd_backend=compat.SPMD_BACKEND if alone else BACKEND,
@@ -175,6 +179,8 @@ CASES = {
 }
 # What is tried on some layouts only.
 MORE_LAYOUTS = {
+    "ep2": (2, Layout(experts=2)),
+    "ep2-dp2": (4, Layout(experts=2)),
     "cp2": (2, Layout(cp=2)),
     "cp2-dp2": (4, Layout(cp=2)),
     "cp2-tp2": (4, Layout(cp=2, tp=2)),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
@@ -99,9 +100,12 @@ def parallelize_loop_decoder(
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
-    placed = parallel_dims.tp_enabled or parallel_dims.ep_enabled
-    if placed or parallelism.spmd_backend == "spmd_types":
-        _check_placements(model)
+    placed = parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types"
+    if placed or parallel_dims.ep_enabled:
+        # Experts alone are cut where nothing else is.
+        spread = [part for unit in model.units() if unit.spread for part in unit.modules]
+        for part in [model] if placed else spread:
+            _check_placements(part)
         model.parallelize(parallel_dims)
         share_vocabulary(model.lm_head, parallel_dims)
     if trainable == "exit_gate":
@@ -159,9 +163,9 @@ def _join_matrices(model: LoopDecoder, dtype: torch.dtype | None) -> None:
         model.low_weights.cover(module)
 
 
-def _check_placements(model: LoopDecoder) -> None:
+def _check_placements(part: nn.Module) -> None:
     """Fail for parameters without a declared placement, which would stay plain tensors."""
-    for path, module in model.named_modules():
+    for path, module in part.named_modules():
         names = {name for name, _ in module.named_parameters(recurse=False)}
         config = module._sharding_config if isinstance(module, Module) else None
         undeclared = names - set(config.state_shardings if config is not None else ())

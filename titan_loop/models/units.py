@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_loop.models.exit_gate import Trainable
 
-LAYERS, OUTSIDE = "layers", "prelude, coda"
+LAYERS, OUTSIDE, EXPERTS = "layers", "prelude, coda", "experts"
 TABLES, NORM_AND_GATE = "embedding, head", "norm, gate"
 
 
@@ -48,6 +48,18 @@ class Unit(NamedTuple):
     def is_revisited(self) -> bool:
         """Whether the number of visits grows with R."""
         return self.place in ("step", "between") or self.between
+
+
+def with_experts(units: Sequence[Unit], sparse: Sequence[nn.Module]) -> list[Unit]:
+    """Return units in which the experts of sparse layers are units of their own."""
+    found: list[Unit] = []
+    for unit in units:
+        found.append(unit)
+        for layer in unit.modules:
+            if layer in sparse:
+                experts = layer.get_submodule("moe.routed_experts")
+                found.append(unit._replace(name=EXPERTS, modules=(experts,), spread=True))
+    return found
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ case = partial(Case, family=InklingOptions, steps=(3, 1, 2), options=tuple(SMALL
 
 CONTRACT = Contract(
     parity={
-        "passes": (case(exit_gate=False), "dp2 hsdp2x2"),
+        "passes": (case(exit_gate=False), "dp2 hsdp2x2 ep2 ep2-dp2"),
         "truncated": (
             case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
-            "dp2",
+            "dp2 ep2",
         ),
-        "held-gated": (case(fsdp=HELD, checkpointing="full"), "dp2"),
+        "held-gated": (case(fsdp=HELD, checkpointing="full"), "dp2 ep2-dp2"),
     },
     compiled={"passes": Compiled(InklingOptions(**SMALL))},
     generated={"passes": Generated(InklingOptions(**SMALL), Confidence(0.05))},

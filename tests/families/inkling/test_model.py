@@ -70,7 +70,7 @@ def test_experts_are_balanced_by_their_loads():
         assert int(load_E.sum()) == 2 * 32 * visits
         mixture = model.get_submodule(f"layers.{index}.moe")
         assert isinstance(mixture, Mixture)
-        moved = mixture.bias_E
+        moved = mixture.expert_bias_E
         assert moved[load_E.argmin()] > 0 > moved[load_E.argmax()]
         assert abs(float(moved.sum())) < 1e-6
     record = model.record()
@@ -95,11 +95,14 @@ def test_flops_count_what_a_token_visits():
 
 def test_what_ranks_cannot_share_is_one_line():
     config = decoder_config(InklingOptions(**SMALL), max_seq_len=32)
-    for name in ("tensor", "context", "expert"):
-        degrees = {
-            f"{each}_parallel": 1 + (each == name) for each in ("tensor", "context", "expert")
-        }
-        with pytest.raises(UserError, match=f"parallelism.{name}_parallel_degree=2 does not work"):
+    for name, degree, words in (
+        ("tensor", 2, "does not work"),
+        ("context", 2, "does not work"),
+        ("expert", 3, "must divide model.experts=8"),
+    ):
+        degrees = {f"{each}_parallel": 1 for each in ("tensor", "context", "expert")}
+        degrees[f"{name}_parallel"] = degree
+        with pytest.raises(UserError, match=f"parallelism.{name}_parallel_degree={degree} {words}"):
             config.check_spreading(**degrees)
     with pytest.raises(UserError, match="kv_cache=last is a cache"):
         Engine(small(), kv_cache="last")

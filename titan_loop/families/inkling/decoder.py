@@ -20,11 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import ModuleDict
 
@@ -44,7 +46,7 @@ from titan_loop.models.decoder_costs import Flops
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
-from titan_loop.models.units import Unit
+from titan_loop.models.units import Unit, with_experts
 
 Blocks = tuple[Tensor, ...]
 _STREAMS = "qkv"
@@ -180,19 +182,34 @@ class InklingDecoder(LoopDecoder):
         messages: MessageQueries.Config
         final_input: BlockAttention.Config
         bias_rate: float
+        expert_parallel: bool = False
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """As in the base class; experts are placed by the degree of expert parallelism."""
+            self.expert_parallel = config.parallelism.expert_parallel_degree > 1
+            LoopDecoder.Config.update_from_config(self, config=config, **kwargs)
 
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
-            """Declare nothing: `check_spreading` refuses what would need it."""
+            """Spread the experts; `check_spreading` refuses what the rest would need."""
+            if self.expert_parallel:
+                names = ("gate_up_EFD", "down_EDF")
+                set_moe_sharding_config(
+                    layer.mixture,
+                    enable_ep=True,
+                    enable_sp=True,
+                    expert_param_layout=dict.fromkeys(names, spmd.S(1)),
+                )
 
         @property
         def hidden_dim(self) -> int:
             """Width of an expert."""
-            return self.layers[0].mixture.width
+            return self.layers[0].mixture.routed_experts.inner_experts.hidden_dim
 
         @property
         def experts_per_active(self) -> float:
             """Experts over those that a token chooses."""
-            return self.layers[0].mixture.experts / self.layers[0].mixture.top_k
+            mixture = self.layers[0].mixture
+            return mixture.num_experts / mixture.router.top_k
 
         def idle_parameters(self, *, looped: bool = False) -> int:
             """As in the base class."""
@@ -219,16 +236,16 @@ class InklingDecoder(LoopDecoder):
         def check_spreading(
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:
-            """Refuse all degrees: ranks of this family share nothing but FSDP's weights."""
-            degrees = {
-                "tensor": tensor_parallel,
-                "context": context_parallel,
-                "expert": expert_parallel,
-            }
-            for name, degree in degrees.items():
+            """Refuse what ranks of this family cannot share: windows, and heads."""
+            for name, degree in {"tensor": tensor_parallel, "context": context_parallel}.items():
                 if degree != 1:
                     field = f"parallelism.{name}_parallel_degree={degree}"
                     raise UserError(f"{field} does not work with family inkling; leave it at 1")
+            if (experts := self.layers[0].mixture.num_experts) % expert_parallel:
+                raise UserError(
+                    f"parallelism.expert_parallel_degree={expert_parallel} must divide "
+                    f"model.experts={experts}"
+                )
 
     config: Config
 
@@ -352,10 +369,10 @@ class InklingDecoder(LoopDecoder):
         return super().parameter_group(name, parameter)
 
     def units(self) -> list[Unit]:
-        """As in the base class, with the embedding's norm, the messages, and the last read."""
+        """As in the base class, with experts, the embedding's norm, the messages, the last read."""
         return [
             Unit("embedding norm", (self.embed_norm,), place="before", fp32=True, kept=True),
             Unit("messages", (self.messages,), fp32=True, kept=True),
-            *super().units(),
+            *with_experts(super().units(), [*self.layers.values()]),
             Unit("last read", (self.final_input,), place="after", fp32=True, kept=True),
         ]

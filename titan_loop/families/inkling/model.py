@@ -12,7 +12,9 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt
 from torch import nn
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from titan_loop.bounds import FINITE
 from titan_loop.errors import Refusal, UserError, raise_first
@@ -23,7 +25,7 @@ from titan_loop.families.inkling.attention import (
     StreamQKV,
 )
 from titan_loop.families.inkling.decoder import InklingBlock, InklingDecoder
-from titan_loop.families.inkling.mixture import Mixture
+from titan_loop.families.inkling.mixture import Mixture, SoftcappedExperts
 from titan_loop.families.inkling.parts import (
     BlockAttention,
     DynamicConvolution,
@@ -245,15 +247,31 @@ def _layer(
     convolution = ShortConvolution.Config(
         channels=shape.dim, taps=options.taps, param_init={"weight": matrix}
     )
-    mixture = Mixture.Config(
+    experts: Any = SoftcappedExperts.Config(
         dim=shape.dim,
-        width=shape.hidden_dim,
-        experts=options.experts,
-        top_k=options.top_k,
-        score_scale=options.score_scale,
+        hidden_dim=shape.hidden_dim,
+        num_experts=options.experts,
         gate_softcap=options.gate_softcap,
         up_softcap=options.up_softcap,
-        param_init=dict.fromkeys(("router", "gate_up_EFD", "down_EDF"), matrix),
+        param_init=dict.fromkeys(("gate_up_EFD", "down_EDF"), matrix),
+    )
+    mixture = Mixture.Config(
+        num_experts=options.experts,
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=options.experts,
+            gate=Linear.Config(
+                in_features=shape.dim, out_features=options.experts, param_init={"weight": matrix}
+            ),
+            top_k=options.top_k,
+            route_norm=True,
+            route_scale=options.score_scale,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=experts,
+            token_dispatcher=AllToAllTokenDispatcher.Config(
+                num_experts=options.experts, top_k=options.top_k
+            ),
+        ),
     )
     message = MessageGate.Config(
         dim=shape.dim,

@@ -34,9 +34,7 @@ from titan_loop.models.joined import Joined
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.sharding import set_attention_sharding, state_placement
-from titan_loop.models.units import Unit
-
-EXPERTS = "experts"
+from titan_loop.models.units import Unit, with_experts
 
 
 class Visit(NamedTuple):
@@ -333,11 +331,4 @@ class MoEDecoder(LoopDecoder):
     def units(self) -> list[Unit]:
         """List the units: a layer's experts form a unit of their own, after the rest of it."""
         sparse = [self.layers[str(index)] for index in self.config.sparse]
-        units: list[Unit] = []
-        for unit in super().units():
-            units.append(unit)
-            for layer in unit.modules:
-                if layer in sparse:
-                    experts = layer.get_submodule("moe.routed_experts")
-                    units.append(unit._replace(name=EXPERTS, modules=(experts,), spread=True))
-        return units
+        return with_experts(super().units(), sparse)
