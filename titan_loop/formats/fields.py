@@ -5,11 +5,11 @@ Rotations stand at the top level (`rope_theta`, `rope_scaling`, transformers 4) 
 """
 
 import math
-from collections.abc import Container, Mapping
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Collection, Container, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from titan_loop.errors import UserError
-from titan_loop.formats.llama_shape import integer, positive, unsupported
 
 Options: TypeAlias = dict[str, Any]
 """Options of `titan_loop.models.dense.BlockOptions`, by name."""
@@ -24,6 +24,76 @@ _NEEDED = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 _MORE = {"yarn": ("beta_slow", "beta_fast", "attention_factor", "truncate")}
+
+
+# Larger numbers would fill the memory before the tensors contradict them.
+_MOST_ROWS = 1 << 31
+
+
+def integer(
+    config: Mapping[str, Any],
+    name: str,
+    default: int | None = None,
+    *,
+    most: int = _MOST_ROWS,
+    least: int = 1,
+) -> int:
+    """Return a field of `config.json` that is an integer in `least`…`most`."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < least:
+        kind = "a positive integer" if least else "a whole number"
+        raise UserError(f"config.json: {name}={value!r:.40} must be {kind}")
+    if value > most:
+        raise UserError(f"config.json: {name}={value!r:.40} must be at most {most}")
+    return value
+
+
+def boolean(config: Mapping[str, Any], name: str, default: bool | None = None) -> bool:
+    """Return a field of `config.json` that is true or false."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"config.json: {name}={value!r:.40} must be true or false")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a field of `config.json`; raise `UserError` unless it is a positive number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")
+    return float(value)
+
+
+def unsupported(name: str, found: Any, wanted: Any) -> UserError:
+    """Return the error for an unsupported value of a field in `config.json`."""
+    return UserError(
+        f"config.json: {name}={found!r:.80} is not supported by titan_loop; only {wanted!r:.80} "
+        "can be imported"
+    )
+
+
+class Field(NamedTuple):
+    """A field of `config.json` that holds an option.
+
+    Attributes:
+        kind: Type of its value: a whole number, a positive number, or true or false.
+        default: Value where it is absent; None where it must be there.
+        least: Smallest whole number.
+    """
+
+    name: str
+    kind: type = int
+    default: Any = None
+    least: int = 1
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """Return the value, of the right kind."""
+        if self.kind is int:
+            return integer(config, self.name, self.default, least=self.least)
+        if self.kind is bool:
+            return boolean(config, self.name, self.default)
+        return positive(self.name, config.get(self.name, self.default))
 
 
 class Fields:
@@ -45,10 +115,7 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """Return a boolean, False by default; null is False."""
-        value = self(name) or False
-        if not isinstance(value, bool):
-            raise UserError(f"config.json: {name}={value!r:.40} must be true or false")
-        return value
+        return boolean({name: self(name) or False}, name)
 
     def require(self, **wanted: Any) -> None:
         """Refuse a field with another value than the wanted one, or falsy for a falsy one."""
@@ -68,8 +135,11 @@ class Fields:
                 )
 
 
-def read_rotations(fields: Fields, width: int) -> Options:
-    """Return the options of the rotations of heads of a width, of layers that see all keys."""
+def read_rotations(fields: Fields, width: int, kinds: Collection[str] = _NEEDED) -> Options:
+    """Return the options of the rotations of heads of a width, of layers that see all keys.
+
+    `kinds` are the kinds of scaling that the format has.
+    """
     rope: Options = {}
     for name in ("rope_scaling", "rope_parameters"):
         part = fields(name)
@@ -79,8 +149,8 @@ def read_rotations(fields: Fields, width: int) -> Options:
     rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", kind)
-    if kind not in _NEEDED:
-        raise unsupported("rope_type", kind, " or ".join(_NEEDED))
+    if kind not in kinds:
+        raise unsupported("rope_type", kind, " or ".join(kinds))
     share = positive("partial_rotary_factor", fields("partial_rotary_factor") or 1.0)
     share = positive("partial_rotary_factor", rope.pop("partial_rotary_factor", share))
     options: Options = {"rope_theta": _theta(fields, rope.pop("rope_theta", None))}

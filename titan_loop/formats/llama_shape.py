@@ -3,7 +3,6 @@
 An import guesses nothing: it refuses a folder with a field that would change the computation.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
@@ -17,6 +16,15 @@ from torch import Tensor
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
+from titan_loop.formats.fields import (
+    Field,
+    Fields,
+    boolean,
+    integer,
+    positive,
+    read_rotations,
+    unsupported,
+)
 from titan_loop.models.family import ModelOptions, completed_architecture, get_family
 from titan_loop.models.loop_config import NORM_EPS
 
@@ -43,30 +51,6 @@ _GGUF_OF_LAYER = {
 # Larger numbers would fill the memory before the tensors contradict them.
 _MOST_LAYERS = _MOST_STEPS = 10_000
 _MOST_POSITIONS = 1 << 24
-_MOST_ROWS = 1 << 31
-
-
-class Field(NamedTuple):
-    """A field of `config.json` that holds an option.
-
-    Attributes:
-        kind: Type of its value: a whole number, a positive number, or true or false.
-        default: Value where it is absent; None where it must be there.
-        least: Smallest whole number.
-    """
-
-    name: str
-    kind: type = int
-    default: Any = None
-    least: int = 1
-
-    def read(self, config: Mapping[str, Any]) -> Any:
-        """Return the value, of the right kind."""
-        if self.kind is int:
-            return integer(config, self.name, self.default, least=self.least)
-        if self.kind is bool:
-            return boolean(config, self.name, self.default)
-        return positive(self.name, config.get(self.name, self.default))
 
 
 class Card(NamedTuple):
@@ -240,6 +224,9 @@ class LlamaShape:
         if head_dim * n_heads != dim:
             quotient = f"hidden_size / num_attention_heads = {dim / n_heads:g}"
             raise unsupported("head_dim", head_dim, quotient)
+        rope = read_rotations(Fields(config, {}), head_dim, kinds=("default",))
+        if "rotary_dim" in rope:
+            raise unsupported("partial_rotary_factor", rope["rotary_dim"] / head_dim, 1.0)
         return {
             "dim": dim,
             "n_layers": n_layers,
@@ -248,7 +235,7 @@ class LlamaShape:
             "hidden_dim": integer(config, "intermediate_size"),
             "vocab_size": integer(config, "vocab_size"),
             "tie_weights": boolean(config, "tie_word_embeddings", False),
-            "rope_theta": _rope_theta(config),
+            "rope_theta": rope["rope_theta"],
             "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
             "recurrent_steps": 1
             if cls.steps_field is None
@@ -427,67 +414,3 @@ class LlamaShape:
             _, _, index, inner = f"{stem}.".split(".", 3)
             return f"layers.{self.stored_layer(int(index))}.{self.of_layer_name(inner)}{kind}"
         return f"{self.of_model[f'{stem}.']}{kind}"
-
-
-def integer(
-    config: Mapping[str, Any],
-    name: str,
-    default: int | None = None,
-    *,
-    most: int = _MOST_ROWS,
-    least: int = 1,
-) -> int:
-    """Return a field of `config.json` that is an integer in `least`…`most`."""
-    value = config.get(name)
-    value = default if value is None else value
-    if type(value) is not int or value < least:
-        kind = "a positive integer" if least else "a whole number"
-        raise UserError(f"config.json: {name}={value!r:.40} must be {kind}")
-    if value > most:
-        raise UserError(f"config.json: {name}={value!r:.40} must be at most {most}")
-    return value
-
-
-def boolean(config: Mapping[str, Any], name: str, default: bool | None = None) -> bool:
-    """Return a field of `config.json` that is true or false."""
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise UserError(f"config.json: {name}={value!r:.40} must be true or false")
-    return value
-
-
-def positive(name: str, value: Any) -> float:
-    """Return a field of `config.json`; raise `UserError` unless it is a positive number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:
-        raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")
-    return float(value)
-
-
-def unsupported(name: str, found: Any, wanted: Any) -> UserError:
-    """Return the error for an unsupported value of a field in `config.json`."""
-    return UserError(
-        f"config.json: {name}={found!r:.80} is not supported by titan_loop; only {wanted!r:.80} "
-        "can be imported"
-    )
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base, from the top level or from `rope_parameters` (transformers 5)."""
-    rope: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        part = config.get(name)
-        if part is not None and not isinstance(part, dict):
-            raise UserError(f"config.json: {name}={part!r} must be an object or null")
-        rope |= part or {}
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise unsupported("rope_type", kind, "default")
-    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise unsupported("partial_rotary_factor", factor, 1.0)
-    values = (config.get("rope_theta"), rope.get("rope_theta"))
-    found = {positive("rope_theta", value) for value in values if value is not None}
-    if not found:
-        raise UserError("config.json: rope_theta is missing; add the base of the training")
-    if len(found) > 1:
-        raise UserError(f"config.json: rope_theta has several values, {sorted(found)}; keep one")
-    return found.pop()

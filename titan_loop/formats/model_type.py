@@ -14,10 +14,11 @@ from titan_loop.formats.fields import (
     SLIDING,
     Fields,
     Options,
+    positive,
     read_rotations,
     rotation_fields,
+    unsupported,
 )
-from titan_loop.formats.llama_shape import positive, unsupported
 
 _REASONS = {
     "names; code of a folder is never run": """

@@ -8,10 +8,11 @@ from titan_loop.formats.fields import (
     SLIDING,
     Fields,
     Options,
+    positive,
     rotation_fields,
+    unsupported,
     windowed_theta,
 )
-from titan_loop.formats.llama_shape import positive, unsupported
 from titan_loop.formats.model_type import ModelType, Pair, UnsaidError, Window
 
 

@@ -15,18 +15,9 @@ from typing import Any, ClassVar
 
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError
+from titan_loop.formats.fields import Field, integer, unsupported
 from titan_loop.formats.fused import FusedFolder, fuse
-from titan_loop.formats.llama_shape import (
-    EMBEDDING,
-    HEAD,
-    Card,
-    Field,
-    LlamaShape,
-    Read,
-    Shapes,
-    integer,
-    unsupported,
-)
+from titan_loop.formats.llama_shape import EMBEDDING, HEAD, Card, LlamaShape, Read, Shapes
 from titan_loop.formats.model_folder import folder_format
 
 _START = "model.z_L_init"

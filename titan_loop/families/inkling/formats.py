@@ -17,17 +17,8 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.errors import UserError, listed
-from titan_loop.formats.llama_shape import (
-    EMBEDDING,
-    HEAD,
-    Card,
-    LlamaShape,
-    Read,
-    Shapes,
-    integer,
-    positive,
-    unsupported,
-)
+from titan_loop.formats.fields import integer, positive, unsupported
+from titan_loop.formats.llama_shape import EMBEDDING, HEAD, Card, LlamaShape, Read, Shapes
 from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import build_decoder
 

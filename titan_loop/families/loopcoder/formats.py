@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from titan_loop.errors import UserError
-from titan_loop.formats.llama_shape import Card, Field, LlamaShape, unsupported
+from titan_loop.formats.fields import Field, unsupported
+from titan_loop.formats.llama_shape import Card, LlamaShape
 from titan_loop.formats.model_folder import folder_format
 
 LOOPS = 2

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from titan_loop.errors import UserError
 from titan_loop.formats.dense import DenseShape
-from titan_loop.formats.llama_shape import Card, LlamaShape, auto_map, boolean
+from titan_loop.formats.fields import boolean
+from titan_loop.formats.llama_shape import Card, LlamaShape, auto_map
 from titan_loop.formats.model_folder import engines_of_llama, folder_format
 from titan_loop.formats.onnx_shape import OnnxShape
 

@@ -23,7 +23,8 @@ from titan_loop.formats.dense import (
     UnrolledShape,
     read_block,
 )
-from titan_loop.formats.llama_shape import Card, Field, LlamaShape, auto_map
+from titan_loop.formats.fields import Field
+from titan_loop.formats.llama_shape import Card, LlamaShape, auto_map
 from titan_loop.formats.model_folder import folder_format
 
 

@@ -29,10 +29,11 @@ from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States
 from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
 from titan_loop.families.xllm.start_state import Start
+from titan_loop.formats.fields import integer, positive, unsupported
 from titan_loop.formats.format import Export
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.importing import CONFIG
-from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
+from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import ModelOptions
 from titan_loop.storage.json_files import write_json

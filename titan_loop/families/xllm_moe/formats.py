@@ -21,8 +21,9 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.formats import XllmShape, write_released
+from titan_loop.formats.fields import integer, positive, unsupported
 from titan_loop.formats.format import Export
-from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
+from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.family import ModelOptions
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titan_loop.families.ouro.onnx_shape import OuroOnnxShape
-from titan_loop.formats.llama_shape import HEAD, Card, LlamaShape, auto_map, unsupported
+from titan_loop.formats.fields import unsupported
+from titan_loop.formats.llama_shape import HEAD, Card, LlamaShape, auto_map
 from titan_loop.formats.model_folder import folder_format
 from titan_loop.models.loop_config import NORM_EPS
 
