@@ -18,7 +18,7 @@ at each arm's best one.
 from pathlib import Path
 from typing import Any
 
-from titan_loop.analysis.results import RunResult
+from titan_loop.analysis.results import ResultTable, RunResult, Where
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.inkling.model import InklingOptions
 from titan_loop.families.loopcoder.model import LoopCoderOptions
@@ -28,7 +28,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.trainer import LoopTrainer
 
 from ..physics.commuted_mano import CommutedMano
-from ..runs import SOURCES, text
+from ..runs import SOURCES, at, bits_table, by_source, text
 from ..text_and_mano import Data, small_run
 
 MANO = CommutedMano(modulus=2, max_operations=5)
@@ -67,6 +67,43 @@ RATES = {"5e-3": 5e-3, "1e-2": 1e-2, "2e-2": 2e-2, "4e-2": 4e-2}
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
 TUNING = Path(__file__).parent / "results" / "tuning"
 """Folder of the results of the tuning seed, which is in no table."""
+
+BEST = {
+    "loop": {"text": "2e-2", "mano": "2e-2"},
+    "loopcoder": {"text": "2e-2", "mano": "2e-2"},
+    "dense": {"text": "2e-2", "mano": "2e-2"},
+    "messages": {"text": "1e-2", "mano": "2e-2"},
+    "alone": {"text": "2e-2", "mano": "2e-2"},
+}
+"""Arm → task → its best rate by `chosen`."""
+
+
+def _rows(task: str) -> dict[str, Where]:
+    return {
+        arm: at(f"{arm}_{task}_{BEST[arm][task]}", model.recurrent_steps or 1)
+        for arm, model in ARMS.items()
+    }
+
+
+TABLES = {
+    "shipped_loops": [
+        bits_table(
+            "text",
+            "held-out bits per byte, each arm at its best rate",
+            _rows("text"),
+            by_source((*SOURCES, "all")),
+            less="loop",
+        ),
+        ResultTable(
+            name="mano",
+            title="% right of five operations, each arm at its best rate",
+            rows=_rows("mano"),
+            columns={"mano": {"stratum": EXAM}},
+            everywhere={"task": MANO.name, "metric": "acc,none"},
+            less="loop",
+        ),
+    ]
+}
 
 
 def shipped_loops() -> Recipe:
