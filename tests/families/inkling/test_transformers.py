@@ -103,6 +103,31 @@ def test_logits_with_padding_on_both_sides(pair):
 
 
 @torch.no_grad()
+def test_every_layer_of_every_pass_reads_the_same_blocks_and_leaves_the_same_state(pair):
+    ours, theirs, _ = pair
+    visits: dict[str, list[list[Tensor]]] = {"ours": [], "theirs": []}
+
+    def mine(layer: Any, given: Any, made: Any) -> None:
+        hidden_BLD, _, _, blocks, *_ = given
+        visits["ours"].append([hidden_BLD, *blocks, made[0]])
+
+    def other(layer: Any, given: Any, named: Any, made: Tensor) -> None:
+        hidden_BLD, blocks_BLND, *_ = given
+        visits["theirs"].append([hidden_BLD, *blocks_BLND.unbind(-2), made])
+
+    for layer in ours.layers.values():
+        layer.register_forward_hook(mine)
+    for layer in theirs.model.layers:
+        layer.register_forward_hook(other, with_kwargs=True)
+    ours(tokens(2), collect="last")
+    theirs(tokens(2))
+    assert len(visits["ours"]) == 2 + 4 * ours.recurrent_steps + 2
+    for one, two in zip(visits["ours"], visits["theirs"], strict=True):
+        for found, want in zip(one, two, strict=True):
+            torch.testing.assert_close(found, want, atol=CLOSE, rtol=CLOSE)
+
+
+@torch.no_grad()
 def test_the_cache_goes_on_token_by_token_as_theirs(pair):
     ours, theirs, _ = pair
     prompts = [tokens(2)[0, :17].tolist(), tokens(2)[1, :4].tolist()]
