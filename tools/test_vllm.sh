@@ -3,7 +3,7 @@
 #
 #   bash tools/test_vllm.sh [PYTEST ARGUMENTS]
 #
-# Outside of CI, since the environment takes 3.5 GB. Last run 2026-11-28.
+# Outside of CI, since the environment takes 3.5 GB. Last run 2026-11-29.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
