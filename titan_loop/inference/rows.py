@@ -290,8 +290,9 @@ class Batch:
         told = [place for place, row in enumerate(rows) if row.tells_log_prob]
         if told:
             log_prob_BV = log_probabilities(logits_BV[told])
-            for place, log_prob_V in zip(told, log_prob_BV, strict=True):
-                rows[place].log_prob = float(log_prob_V[tokens[place]])
+            said = log_prob_BV[range(len(told)), [tokens[place] for place in told]]
+            for place, log_prob in zip(told, said.tolist(), strict=True):
+                rows[place].log_prob = log_prob
         return tokens
 
     def draw(self, weight_BV: Tensor, rows: list[Row]) -> list[int]:
