@@ -9,11 +9,10 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.models.family import ModelOptions
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 from .physics.exams import MANO
-from .runs import run, text
+from .runs import cosine, run, text
 
 
 class Data(NamedTuple):
@@ -41,16 +40,14 @@ def small_run(data: Data, model: ModelOptions, rate: float, optimizer: str) -> L
         tokens=data.tokens,
         window=data.window,
         windows=data.windows,
-        rate=Schedule.warmup_cosine(
-            rate, warmup_tokens=data.tokens // 20, total_tokens=data.tokens, final=rate / 10
-        ),
+        rate=cosine(rate, data.tokens),
         steps=steps,
         held_out=HeldOutConfig(depths=[steps], windows=128),
         save_every=10_000,
         log_every=50,
+        optimizer=optimizer,
     )
     if task := data.source.generated_task():
         config.suite = SuiteConfig(interval=1_000, tasks=[task.name], depths=[steps], questions=500)
         config.adamw.beta2 = 0.98
-    config.optimizer.name = optimizer
     return config
