@@ -29,7 +29,7 @@ from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States
 from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
 from titan_loop.families.xllm.start_state import Start
-from titan_loop.formats.fields import integer, positive, unsupported
+from titan_loop.formats.fields import Field, integer, unsupported
 from titan_loop.formats.format import Export
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.importing import CONFIG
@@ -93,6 +93,15 @@ class XllmShape(LlamaShape):
     }
     """Fields of the model section, with the only value that is supported; an absent field has it,
     unless it is in `_OFF_WHEN_ABSENT`."""
+    own_fields: ClassVar[Mapping[str, Field]] = {
+        "dim": Field("model_dim"),
+        "n_layers": Field("num_layers"),
+        "n_heads": Field("num_heads"),
+        "hidden_dim": Field("ffn_hidden_dim"),
+        "vocab_size": Field("vocab_size"),
+        "rope_theta": Field("rope_base", float),
+        "norm_eps": Field("rmsnorm_eps", float, 1e-6),
+    }
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
         "model.injection.": "injection.",
@@ -124,7 +133,8 @@ class XllmShape(LlamaShape):
             found = model.get(name, False if name in _OFF_WHEN_ABSENT else wanted)
             if found != wanted:
                 raise unsupported(f"model.{name}", found, wanted)
-        heads, dim = integer(model, "num_heads"), integer(model, "model_dim")
+        known = {option: field.read(model) for option, field in cls.own_fields.items()}
+        heads, dim = known["n_heads"], known["dim"]
         for name in ("head_dim", "rope_head_dim"):
             if model.get(name) not in (None, dim // heads):
                 raise unsupported(f"model.{name}", model[name], dim // heads)
@@ -132,15 +142,9 @@ class XllmShape(LlamaShape):
         if read is None:
             raise unsupported("model.arch", model["arch"], "transformer or huginn")
         return {
-            "dim": dim,
-            "n_layers": integer(model, "num_layers"),
-            "n_heads": heads,
+            **known,
             "n_kv_heads": integer(model, "num_kv_heads", heads),
-            "hidden_dim": integer(model, "ffn_hidden_dim"),
-            "vocab_size": integer(model, "vocab_size"),
             "tie_weights": False,
-            "rope_theta": positive("model.rope_base", model.get("rope_base")),
-            "norm_eps": positive("model.rmsnorm_eps", model.get("rmsnorm_eps", 1e-6)),
             "max_positions": WINDOW,
             **read(model),
         }
@@ -220,17 +224,11 @@ class XllmShape(LlamaShape):
         """Return the `model` section of config.json, which their `ModelConf` reads."""
         return {
             **{name: value for name, value in self.fixed.items() if name != "residual_func"},
-            "model_dim": self.dim,
-            "num_layers": self.n_layers,
-            "num_heads": self.n_heads,
+            **{field.name: getattr(self, option) for option, field in self.own_fields.items()},
             "num_kv_heads": self.n_kv_heads,
             "head_dim": self.dim // self.n_heads,
             "rope_head_dim": self.dim // self.n_heads,
-            "ffn_hidden_dim": self.hidden_dim,
-            "vocab_size": self.vocab_size,
             "apply_bias_term": True,
-            "rmsnorm_eps": self.norm_eps,
-            "rope_base": self.rope_theta,
             **self._loop_fields(),
         }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.formats import XllmShape, write_released
-from titan_loop.formats.fields import integer, positive, unsupported
+from titan_loop.formats.fields import Field, positive, unsupported
 from titan_loop.formats.format import Export
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import folder_format
@@ -42,6 +42,13 @@ class XllmMoEShape(XllmShape):
         **{name: value for name, value in XllmShape.fixed.items() if name != "num_experts"},
         "num_dense_layers": None,
         "moe_router_bias": False,
+    }
+    own_fields: ClassVar[Mapping[str, Field]] = {
+        **XllmShape.own_fields,
+        "experts": Field("num_experts"),
+        "top_k": Field("num_activated_experts"),
+        "expert_hidden_dim": Field("expert_inter_dim"),
+        "shared_experts": Field("num_shared_experts", default=0, least=0),
     }
     of_layer: ClassVar[Mapping[str, str]] = {
         **{name: own for name, own in LlamaShape.of_layer.items() if not name.startswith("mlp.")},
@@ -71,16 +78,10 @@ class XllmMoEShape(XllmShape):
         router = model.get("moe_router_score_func", "sigmoid")
         if router not in ("sigmoid", "softmax"):
             raise unsupported("model.moe_router_score_func", router, "sigmoid or softmax")
-        shared = model.get("num_shared_experts", 0)
         scale = model.get("moe_router_scaling_factor") or 1.0
-        top_k = integer(model, "num_activated_experts")
         return fields | {
-            "experts": integer(model, "num_experts"),
-            "top_k": top_k,
-            "expert_hidden_dim": integer(model, "expert_inter_dim"),
-            "shared_experts": integer(model, "num_shared_experts") if shared else 0,
             "router": router,
-            "normalise_scores": top_k > 1,
+            "normalise_scores": fields["top_k"] > 1,
             "score_scale": positive("model.moe_router_scaling_factor", scale),
         }
 
@@ -141,10 +142,6 @@ class XllmMoEShape(XllmShape):
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """As in the base class, with the experts."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
-            "num_experts": self.experts,
-            "num_activated_experts": self.top_k,
-            "num_shared_experts": self.shared_experts,
-            "expert_inter_dim": self.expert_hidden_dim,
             "moe_router_score_func": self.router,
             "moe_router_scaling_factor": self.score_scale,
         }
