@@ -110,6 +110,13 @@ class LoopCache(ABC):
         self._memory = torch.zeros(
             (2, self._kept_steps, shape.layers, shape.rows, *shape[4:7]), dtype=dtype, device=device
         )
+        entries = shape.rows * shape.capacity * shape.heads  # of a layer at one step
+        apart = entries * (shape.layers * (self._kept_steps - 1) + 1)  # from its first to its last
+        self._tables = [
+            self._memory.view(2, -1, shape.head_dim)[:, entries * layer :][:, :apart].unbind()
+            for layer in range(shape.layers)
+        ]
+        self._visited: tuple[Places, int | Tensor, Tensor, Tensor] | None = None
         # Views of every slot, made once: an index of five parts costs more than the slice of two.
         self._slots = [
             [(step[0, layer], step[1, layer]) for layer in range(shape.layers)]
@@ -153,8 +160,10 @@ class LoopCache(ABC):
             self.outside.admit(lengths)
         return PromptVisit(self, first)
 
-    def _write_slot(self, slot: int, layer: int, new: Pair, places: Places) -> Pair:
+    def _write_slot(self, slot: int, layer: int, new: Pair, places: Places) -> Pair | EntryPair:
         """Store new tokens of all rows in one slot; return its content up to S."""
+        if places.queries is not None and not places.in_step:
+            return self._write_entries(slot + 1, layer, new, places, places.queries)
         keys, values = self._slots[slot][layer]
         seen = keys[: self.rows, : places.seen], values[: self.rows, : places.seen]
         for part_BSNH, new_BLNH in zip(seen, new, strict=True):
@@ -163,6 +172,39 @@ class LoopCache(ABC):
             else:
                 part_BSNH[self._row, places.positions_BL] = new_BLNH
         return seen
+
+    def _write_entries(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places, queries: int
+    ) -> EntryPair:
+        """Store new tokens in each row's step; return where all that they see stands."""
+        known = self._visited  # the same for all layers of a visit
+        if known is None or known[0] is not places or known[1] is not step:
+            known = self._visited = places, step, *self._entries(step, places, queries)
+        *_, token_B, seen_MT = known
+        keys_TH, values_TH = self._tables[layer]
+        for table_TH, new_BLNH in zip((keys_TH, values_TH), new, strict=True):
+            new_BE = new_BLNH.flatten(1)
+            table_TH.view(-1, new_BE.shape[1]).index_copy_(0, token_B, new_BE)
+        return Entries(keys_TH, seen_MT), Entries(values_TH, seen_MT)
+
+    def _entries(self, step: int | Tensor, places: Places, queries: int) -> tuple[Tensor, Tensor]:
+        """Return the places of new tokens in a layer's table, and `Entries.seen_MT` of it."""
+        shape, device = self.shape, self._memory.device
+        slot_B1 = (step if isinstance(step, int) else step.unsqueeze(1)) - 1
+        row_B1 = slot_B1 * (shape.layers * shape.rows) + self._row
+        first_B1 = row_B1 * shape.capacity
+        # Past its end, where memory may hold anything, a row reads its last key again; masked.
+        key_BS = torch.arange(places.seen, device=device).minimum(places.positions_BL)
+        head_N1 = torch.arange(queries, device=device).unsqueeze(1) // (queries // shape.heads)
+        entry_E = ((first_B1 + key_BS).unsqueeze(1) * shape.heads + head_N1).flatten()
+        seen_MT = torch.sparse_csr_tensor(
+            torch.arange(0, len(entry_E) + 1, places.seen, device=device),
+            entry_E,
+            entry_E.new_zeros(len(entry_E), dtype=self._memory.dtype),
+            (self.rows * queries, len(self._tables[0][0])),
+            check_invariants=False,
+        )
+        return (first_B1 + places.positions_BL)[:, 0], seen_MT
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order; one that moves takes the place of one that goes."""
@@ -239,16 +281,6 @@ class FullCache(LoopCache):
 
     is_shared = False
 
-    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(shape, dtype=dtype, device=device)
-        entries = shape.rows * shape.capacity * shape.heads  # of a layer at one step
-        apart = entries * shape.layers * (shape.steps - 1) + entries  # from its first to its last
-        self._tables = [
-            self._memory.view(2, -1, shape.head_dim)[:, entries * layer :][:, :apart].unbind()
-            for layer in range(shape.layers)
-        ]
-        self._visited: tuple[Tensor, Tensor, Tensor] | None = None
-
     def write_tokens(
         self, step: int | Tensor, layer: int, new: Pair, places: Places
     ) -> Pair | EntryPair:
@@ -265,32 +297,7 @@ class FullCache(LoopCache):
             kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack(new)
             keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
             return keys_BSNH, values_BSNH
-        if self._visited is None or self._visited[0] is not step:  # it is the same for all layers
-            self._visited = step, *self._entries(step, places, places.queries)
-        _, token_B, seen_MT = self._visited
-        keys_TH, values_TH = self._tables[layer]
-        for table_TH, new_BLNH in zip((keys_TH, values_TH), new, strict=True):
-            new_BE = new_BLNH.flatten(1)
-            table_TH.view(-1, new_BE.shape[1]).index_copy_(0, token_B, new_BE)
-        return Entries(keys_TH, seen_MT), Entries(values_TH, seen_MT)
-
-    def _entries(self, step_B: Tensor, places: Places, queries: int) -> tuple[Tensor, Tensor]:
-        """Return the places of new tokens in a layer's table, and `Entries.seen_MT` of it."""
-        shape, device = self.shape, step_B.device
-        row_B1 = (step_B.unsqueeze(1) - 1) * (shape.layers * shape.rows) + self._row
-        first_B1 = row_B1 * shape.capacity
-        # Past its end, where memory may hold anything, a row reads its last key again; masked.
-        key_BS = torch.arange(places.seen, device=device).minimum(places.positions_BL)
-        head_N1 = torch.arange(queries, device=device).unsqueeze(1) // (queries // shape.heads)
-        entry_E = ((first_B1 + key_BS).unsqueeze(1) * shape.heads + head_N1).flatten()
-        seen_MT = torch.sparse_csr_tensor(
-            torch.arange(0, len(entry_E) + 1, places.seen, device=device),
-            entry_E,
-            entry_E.new_zeros(len(entry_E), dtype=self._memory.dtype),
-            (len(step_B) * queries, len(self._tables[0][0])),
-            check_invariants=False,
-        )
-        return (first_B1 + places.positions_BL)[:, 0], seen_MT
+        return self._write_entries(step, layer, new, places, places.queries)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Copy the last step that ran to every deeper one."""
@@ -305,7 +312,9 @@ class FullCache(LoopCache):
 class LastCache(LoopCache):
     """Keeps the entry of the last step that ran, which overwrites earlier ones."""
 
-    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places
+    ) -> Pair | EntryPair:
         """Overwrite; the token itself must see the current step's entry."""
         return self._write_slot(0, layer, new, places)
 
@@ -321,7 +330,9 @@ class _PendingCache(LastCache):
         self._pending = torch.zeros_like(self._memory[:, 0, :, :, :1])
         self.allocated_bytes += self._pending.nbytes
 
-    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places
+    ) -> Pair | EntryPair:
         new_2BLNH = torch.stack(new)
         step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
         waiting_2BLNH = self._pending[:, layer, : self.rows]

@@ -62,7 +62,7 @@ class Stack:
         # On a CPU a copy of all keys costs more than reading them where they stand.
         reads_entries = self.device.type == "cpu" and all(
             type(layer.attention) is LoopAttention and layer.attention.reads_entries
-            for layer in model.looped_layers()
+            for layer in model.layers.values()
         )
         wide = self.dtype in (torch.float32, torch.float64)  # torch's sparse products know no other
         self._queries = attention.n_heads if reads_entries and wide else None

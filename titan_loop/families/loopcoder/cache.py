@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_loop.inference.cache import CacheShape, LoopCache, Pair, Places
+from titan_loop.inference.cache import CacheShape, EntryPair, LoopCache, Pair, Places
 
 
 class WindowCache(LoopCache):
@@ -47,7 +47,9 @@ class WindowCache(LoopCache):
                 newest = self.newest(new_BLNH, self._places)
                 near[step - 2, layer, first_row : self.rows] = newest
 
-    def write_tokens(self, step: int | Tensor, layer: int, new: Pair, places: Places) -> Pair:
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new: Pair, places: Places
+    ) -> Pair | EntryPair:
         """Store; return step 1's keys, or each row's ring as far as it was written.
 
         With rows at different steps, a row at step 1 has its entry in step 2's ring, too, until it
