@@ -173,9 +173,8 @@ class InklingShape(LlamaShape):
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
         """As in the base class; a record has a list where options have a tuple."""
-        full = tuple(
-            architecture.get("full_layers", ())
-        )  # absent in another family's, refused below
+        # Another family's record, refused below, has none.
+        full = tuple(architecture.get("full_layers", ()))
         return super().from_architecture(
             {**architecture, "full_layers": full},
             recurrent_steps=recurrent_steps,
