@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import act_as_launched, train_run
+from titan_loop.cli.overrides import apply_overrides
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -54,6 +55,12 @@ def numbers(folder: Path) -> list[dict]:
         {name: value for name, value in line.items() if name in kept or name.startswith("rl/")}
         for line in records(folder)
     ]
+
+
+def test_the_price_and_the_log_have_flags_of_their_own(tmp_path):
+    flags = ["--rl.step-price", "0.25", "--rl.no-log-rollouts"]
+    data = apply_overrides(reward_config(tmp_path), flags, "train").dataloader
+    assert (data.step_price, data.log_rollouts) == (0.25, False)
 
 
 def test_a_stopped_run_writes_the_same_answers_again(tmp_path):

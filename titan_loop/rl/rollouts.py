@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from tyro.conf import arg
 
 from titan_loop.bounds import FINITE
 from titan_loop.data.columns import LABELLED, Column
@@ -134,7 +135,7 @@ class RolloutLoader(TaskLoader):
         redraws: Annotated[int, Ge(0)] = 2
         """Times that a prompt whose answers all have one reward is replaced by another (DAPO)."""
 
-        step_price: Annotated[float, Ge(0), FINITE] = 0.0
+        step_price: Annotated[float, Ge(0), FINITE, arg(aliases=("--rl.step-price",))] = 0.0
         """Price of a recurrent step: the advantage falls by it times the answer's mean exit step,
         counted from the group's mean."""
 
@@ -147,7 +148,7 @@ class RolloutLoader(TaskLoader):
         dtype: Literal["float32", "bfloat16"] = "float32"
         """Type of the weights that write; log π of an answer's first update is the trainer's."""
 
-        log_rollouts: bool = False
+        log_rollouts: Annotated[bool, arg(aliases=("--rl.log-rollouts",))] = False
         """Write this rank's answers to RUN/rollouts.jsonl."""
 
         def columns(self) -> tuple[Column, ...]:
