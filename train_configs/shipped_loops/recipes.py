@@ -72,8 +72,8 @@ BEST = {
     "loop": {"text": "2e-2", "mano": "2e-2"},
     "loopcoder": {"text": "2e-2", "mano": "2e-2"},
     "dense": {"text": "2e-2", "mano": "2e-2"},
-    "messages": {"text": "1e-2", "mano": "2e-2"},
-    "alone": {"text": "2e-2", "mano": "2e-2"},
+    "messages": {"text": "1e-2", "mano": "5e-3"},
+    "alone": {"text": "2e-2", "mano": "1e-2"},
 }
 """Arm → task → its best rate by `chosen`."""
 
