@@ -77,6 +77,7 @@ CONTRACT = Contract(
         (InklingOptions(coda_layers=1), "model.coda_layers=1 ends at layer 5, which"),
         (InklingOptions(coda_layers=4), "model.coda_layers=4 leaves no loop"),
         (InklingOptions(full_layers=(6,)), "model.full_layers=(6,) must be below"),
+        (InklingOptions(hidden_dim=46), "model.hidden_dim=46 must be a multiple of 8"),
         (InklingOptions(top_k=9), "model.top_k=9 is above model.experts=8"),
         (InklingOptions(tie_weights=True), "model.tie_weights=True is not in Inkling"),
         (InklingOptions(embedding_rows=9), "model.embedding_rows=9 is below the head's 128"),

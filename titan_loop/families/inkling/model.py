@@ -165,6 +165,9 @@ def _refusals(options: InklingOptions, shape: ModelSize) -> Iterator[Refusal]:
         yield Refusal.of("model.full_layers", full, f"must be below {layers}", "count from 0")
     if shape.n_heads % (shape.n_kv_heads or shape.n_heads):
         yield Refusal.of("model.n_kv_heads", shape.n_kv_heads, "must divide model.n_heads")
+    for name in ("dim", "hidden_dim"):
+        if (width := getattr(shape, name)) % 8:  # grouped products read 16 bytes at a time
+            yield Refusal.of(f"model.{name}", width, "must be a multiple of 8 with experts")
     if options.top_k > options.experts:
         yield Refusal.of("model.top_k", options.top_k, f"is above model.experts={options.experts}")
     if options.tie_weights:
