@@ -3,14 +3,17 @@
 from typing import Any
 
 import pytest
+import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torchtitan.config import ParallelismConfig, TrainingConfig
 
+from tests.distributed.parallel_model import parallel_model
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
-from titan_loop.models.family import ModelOptions, build_decoder
+from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
 from titan_loop.models.low_weights import LowWeights
 
 OPTIONS = OuroOptions(size="debugmodel", vocab_size=64)  # two layers, norms and a gate
@@ -28,14 +31,8 @@ def built(options: ModelOptions, *, dtype: torch.dtype) -> LoopDecoder:
     return model
 
 
-def wide_parts(model: LoopDecoder) -> list[torch.nn.Parameter]:
-    return [
-        parameter
-        for unit in model.units()
-        if unit.fp32
-        for module in unit.modules
-        for parameter in module.parameters()
-    ]
+def wide_parts(model: LoopDecoder) -> list[torch.nn.Module]:
+    return [module for unit in model.units() if unit.fp32 for module in unit.modules]
 
 
 def cast(model: LoopDecoder, dtype: torch.dtype, *, join: bool, wide: bool = True) -> LowWeights:
@@ -124,3 +121,15 @@ def test_a_pass_without_gradients_leaves_and_the_next_one_casts_anew():
         assert w2(model).dtype == torch.float32
         w2(model).neg_()
         assert loss_of(model) != before
+
+
+def test_norm_and_gate_stay_wide_in_a_model_that_was_built_without_a_device():
+    training = TrainingConfig(mixed_precision_param="bfloat16")
+    config = decoder_config(OPTIONS, max_seq_len=32)
+    alone = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
+    model, _ = parallel_model(config, alone, training=training)
+    loss_of(model)
+    dtypes = {name: leaf.dtype for name, leaf in model.named_parameters()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {"norm.weight", "exit_gate.weight", "exit_gate.bias"}
+    assert {*dtypes.values()} == {torch.float32, torch.bfloat16}

@@ -152,11 +152,10 @@ def _join_matrices(model: LoopDecoder, dtype: torch.dtype | None) -> None:
     model.joined_layers = tuple(joinable)
     if dtype is None:
         return
-    wide = [unit.modules for unit in model.units() if unit.fp32]
     model.low_weights = LowWeights(
         model,
         dtype,
-        wide=[parameter for modules in wide for each in modules for parameter in each.parameters()],
+        wide=[module for unit in model.units() if unit.fp32 for module in unit.modules],
         joinable={n: layer.joinable for n, layer in joinable.items()},
     )
     for module in (model, model.lm_head):  # the loss calls the head by itself

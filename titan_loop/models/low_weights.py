@@ -25,7 +25,7 @@ class LowWeights:
 
     Args:
         model: Its parameters are on their device when it is first called.
-        wide: Parameters that compute in their own dtype.
+        wide: Modules whose parameters compute in their own dtype.
         joinable: By a layer's index, matrices that its visits multiply as one.
     """
 
@@ -34,11 +34,11 @@ class LowWeights:
         model: nn.Module,
         dtype: torch.dtype,
         *,
-        wide: Iterable[nn.Parameter],
+        wide: Iterable[nn.Module],
         joinable: Mapping[int, Joinable],
     ) -> None:
         self._model, self._dtype, self._joinable = model, dtype, joinable
-        self._wide = {id(parameter) for parameter in wide}
+        self._wide = [*wide]
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._rows: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         self._places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -81,9 +81,11 @@ class LowWeights:
         self._entered, self._alone = False, None
 
     def _make(self) -> None:
+        # Not before: a model that leaves the meta device gets new parameters.
+        wide = {id(parameter) for module in self._wide for parameter in module.parameters()}
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in self._wide:
+                if parameter is not None and id(parameter) not in wide:
                     self._places.append((module._parameters, name, parameter))
         for index, joinable in self._joinable.items():
             self.joined[index] = Joined(*(self._join(linears) for linears in joinable))

@@ -102,6 +102,7 @@ RETIRED: Mapping[str, Any] = {
         )
     ),
     "loss.look_ahead": False,
+    "model.base_layers": 0,
     "model.early_states": "trained",
     "model.initial_outputs": "zero",
 }
