@@ -99,9 +99,8 @@ if [[ "${arms[*]}" == *depth_pays* ]]; then
     full_corpus
 fi
 export OMP_NUM_THREADS=1
-if [ "$at_once" -gt 1 ] && command -v nvidia-cuda-mps-control >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
-    # Without it the processes of a GPU take turns.
-    nvidia-cuda-mps-control -d
+# Without its daemon the processes of a GPU take turns; one that runs already is left alone.
+if [ "$at_once" -gt 1 ] && command -v nvidia-cuda-mps-control >/dev/null && nvidia-cuda-mps-control -d; then
     trap 'echo quit | nvidia-cuda-mps-control' EXIT
 fi
 mkdir -p runs/claims

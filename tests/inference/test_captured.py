@@ -12,12 +12,26 @@ from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 
 
-class NoHooks(Engine):
+class Fixing(Engine):
     """An engine on a CPU that fixes its visits, as one on a GPU does."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.stack.captures = True
 
     def _captured(self, cache):
         self.captured = captured.CapturedVisits(self.stack, cache)
         return self.captured
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch) -> list[captured.Kind]:
+    """Kinds that would have been captured."""
+    kinds: list[captured.Kind] = []
+    monkeypatch.setattr(
+        captured.FixedVisit, "capture", lambda visit, pool: kinds.append(visit._kind)
+    )
+    return kinds
 
 
 def models():
@@ -44,7 +58,7 @@ def test_fixed_visits_generate_the_same(monkeypatch, model, kv_cache):
     ]
     for policy in (StaticStep(), QExit(0.7), HiddenDifference(4.5)):
         fixed, plain = (
-            kind(model, kv_cache=kv_cache, exit_policy=policy) for kind in (NoHooks, Engine)
+            kind(model, kv_cache=kv_cache, exit_policy=policy) for kind in (Fixing, Engine)
         )
         got, want = (
             engine.complete(
@@ -61,12 +75,36 @@ def test_fixed_visits_generate_the_same(monkeypatch, model, kv_cache):
         assert fixed.work.applications == plain.work.applications
 
 
-def test_a_kind_of_visit_is_fixed_once(monkeypatch):
+def test_a_kind_of_visit_is_captured_once_it_comes_up_often(monkeypatch, taken):
     monkeypatch.setattr(captured, "KEYS", 16)
-    engine = NoHooks(make_model().double())
-    engine.complete([Request(prompt=[1, 2, 3], max_new_tokens=20)])
+    engine = Fixing(make_model().double())
+    engine.complete([Request(prompt=[1, 2, 3], max_new_tokens=18)])
     # Three steps, of which the last is read; the first token's first step has no state to copy.
-    steps = {(kind.step, kind.starts, kind.reads) for kind in engine.captured._visits}
-    assert steps == {(1, True, False), (2, False, False), (3, False, True)}
-    assert {kind.keys for kind in engine.captured._visits} == {16, 3 + 20}
-    assert len(engine.captured._visits) == 6
+    steps = [(1, True, False), (2, False, False), (3, False, True)]
+    found = {(kind.step, kind.starts, kind.reads, kind.keys) for kind in engine.captured._visits}
+    assert found == {(*step, keys) for step in steps for keys in (16, 3 + 18)}
+    assert {kind.keys for kind in taken} == {16, 3 + 18}
+    assert len(taken) == 6
+    taken.clear()
+    Fixing(make_model().double()).complete([Request(prompt=[1, 2, 3], max_new_tokens=3)])
+    assert not taken
+    monkeypatch.setattr(captured, "MOST_KINDS", 2)
+    engine.complete([Request(prompt=[1, 2, 3], max_new_tokens=18)])
+    assert len(engine.captured._visits) == 2
+
+
+def test_what_cannot_be_captured_goes_on_without(monkeypatch, caplog):
+    def fail(visit, pool):
+        raise RuntimeError("operation not permitted\nwhere") from None
+
+    monkeypatch.setattr(captured.FixedVisit, "capture", fail)
+    model = make_model().double()
+    asked = [Request(prompt=[1, 2, 3], max_new_tokens=9)]
+    engine = Fixing(model)
+    assert engine.complete(asked) == Engine(model).complete(asked)
+    assert not engine.stack.captures
+    (told,) = caplog.messages
+    assert told == (
+        "model.family=ouro with a FullCache cannot be captured in a CUDA graph, so the host "
+        "decides its speed: operation not permitted"
+    )

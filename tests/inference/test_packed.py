@@ -29,3 +29,10 @@ def test_packed_models_compute_as_plain_ones(monkeypatch):
         torch.testing.assert_close(logits(model), logits(plain), rtol=EXACT, atol=EXACT)
     assert "forward" in vars(model.lm_head)
     assert "forward" in vars(model.layers["1"].attention.wo)
+    for each in models:
+        each.layers["1"].attention.wo.weight.mul_(2)  # not packed again
+    torch.testing.assert_close(logits(model), logits(plain), rtol=EXACT, atol=EXACT)
+    with torch.enable_grad():
+        logits(model).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.layers.parameters())
+    torch.testing.assert_close(logits(model.double()), logits(plain.double()))

@@ -96,8 +96,8 @@ def run(model: Path, serving: Serving, *, stage: str | None = None) -> None:
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
-                # From here on a connection is taken and SIGTERM is heard.
-                print(f"{served.name}: http://{shown}:{port}", flush=True)
+                if self.started:  # from here on a connection is taken and SIGTERM is heard
+                    print(f"{served.name}: http://{shown}:{port}", flush=True)
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 served.scheduler.close()  # what waits ends now, what is being written goes on

@@ -141,11 +141,13 @@ def read_rotations(fields: Fields, width: int, kinds: Collection[str] = _NEEDED)
     `kinds` are the kinds of scaling that the format has.
     """
     rope: Options = {}
-    for name in ("rope_scaling", "rope_parameters"):
+    section = "rope_scaling"
+    for name in (section, "rope_parameters"):
         part = fields(name)
         if part is not None and not isinstance(part, dict):
             raise UserError(f"config.json: {name}={part!r:.80} must be an object or null")
         rope |= (part or {}).get(FULL, part or {})
+        section = name if part else section
     rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.pop("type", "default")
     kind = rope.pop("rope_type", kind)
@@ -153,15 +155,17 @@ def read_rotations(fields: Fields, width: int, kinds: Collection[str] = _NEEDED)
         raise unsupported("rope_type", kind, " or ".join(kinds))
     share = positive("partial_rotary_factor", fields("partial_rotary_factor") or 1.0)
     share = positive("partial_rotary_factor", rope.pop("partial_rotary_factor", share))
+    if share > 1:
+        raise unsupported("partial_rotary_factor", share, "1 or less")
     options: Options = {"rope_theta": _theta(fields, rope.pop("rope_theta", None))}
     if (turned := int(width * share)) != width:
         options["rotary_dim"] = turned
+    if kind == "default":  # which reads nothing else
+        return options
     for name in rope:
         if name not in (*_NEEDED[kind], *_MORE.get(kind, ())):
-            raise unsupported(f"rope_scaling.{name}", rope[name], None)
-    if kind == "default":
-        return options
-    numbers = {name: positive(f"rope_scaling.{name}", rope.get(name)) for name in _NEEDED[kind]}
+            raise unsupported(f"{section}.{name}", rope[name], None)
+    numbers = {name: positive(f"{section}.{name}", rope.get(name)) for name in _NEEDED[kind]}
     options |= {"rope_scaling": kind, "rope_factor": numbers["factor"]}
     if kind == "linear":
         return options

@@ -249,9 +249,7 @@ class LoopCache(ABC):
     ) -> Tensor:
         """Store one convolution's inputs of new tokens, and return them behind the ones before."""
         ring = self._rings[part][:, layer]
-        slot_B1 = (torch.as_tensor(step, device=ring.device).view(-1, 1)).clamp(
-            max=self._kept_steps
-        ) - 1
+        slot_B1 = _of_rows(step, ring, 2).clamp(max=self._kept_steps) - 1
         ahead_T = torch.arange(1 - self.shape.taps, 0, device=ring.device)
         before_BT = (places.positions_BL[:, :1] + ahead_T) % RING
         before_BTC = ring[slot_B1, self._row, before_BT].to(x_BLC.dtype)
@@ -334,7 +332,7 @@ class _PendingCache(LastCache):
         self, step: int | Tensor, layer: int, new: Pair, places: Places
     ) -> Pair | EntryPair:
         new_2BLNH = torch.stack(new)
-        step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
+        step_B = _of_rows(step, new_2BLNH, 4)
         waiting_2BLNH = self._pending[:, layer, : self.rows]
         waiting_2BLNH.copy_(self._combined(waiting_2BLNH, new_2BLNH, step_B))
         return super().write_tokens(step, layer, new, places)
@@ -443,3 +441,10 @@ def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tens
         return cache, slot.step
     assert cache.outside is not None
     return cache.outside, 1
+
+
+def _of_rows(step: int | Tensor, like: Tensor, axes: int) -> Tensor:
+    """Return steps as (B or 1, 1, …) on a tensor's device; a number is no copy from the host."""
+    if isinstance(step, int):
+        return torch.full((1,) * axes, step, device=like.device)
+    return step.view(-1, *[1] * (axes - 1))

@@ -2,9 +2,10 @@
 
     tokens, steps, places, state ─► copied into tensors that stay ─► replay ─► state, copied out
 
-What a graph cannot take as a tensor is its `Kind`; each kind of visit is captured when it comes up
-first. The keys that attention reads are rounded up, so a row crosses into another kind once in
-`KEYS` tokens. Decisions, readout and sampling stay outside: they differ from row to row.
+What a graph cannot take as a tensor is its `Kind`; a kind of visit is captured when it has come up
+`OFTEN` times, since many come up once where answers have many lengths. The keys that attention
+reads are rounded up, so a row crosses into another kind once in `KEYS` tokens. Decisions, readout
+and sampling stay outside: they differ from row to row.
 
 On a CPU the same visits run without a graph, for tests. Not yet run on a GPU.
 """
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 KEYS = 256
 """A graph's attention reads a multiple of so many keys."""
+OFTEN = 3
+MOST_KINDS = 256
+"""Kinds that are kept; the one that was used longest ago goes."""
 
 
 class Kind(NamedTuple):
@@ -55,11 +59,13 @@ class FixedVisit:
         self._state = tree_map(torch.empty_like, state)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output = state
+        self.runs = 0
 
     def run(self, state: LoopState, token_3B: Tensor) -> LoopState:
         """Return the next state; `token_3B` are tokens, steps and positions of the rows."""
         self._token_3B.copy_(token_3B)
         tree_map(lambda kept, new: kept.copy_(new), self._state, state)
+        self.runs += 1
         if self._graph is None:
             return self._visit()
         self._graph.replay()
@@ -67,9 +73,13 @@ class FixedVisit:
 
     def capture(self, pool: Any) -> None:
         """Record the visit; nothing is computed. Libraries must have set themselves up by a run."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool):
-            self._output = self._visit()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads may pin memory meanwhile.
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                self._output = self._visit()
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
         self._graph = graph
 
     def _visit(self) -> LoopState:
@@ -93,9 +103,8 @@ class CapturedVisits:
     def __init__(self, stack: Stack, cache: LoopCache) -> None:
         self._stack, self._cache = stack, cache
         self._visits: dict[Kind, FixedVisit] = {}
-        self._captures = stack.device.type == "cuda"
         # Graphs may share memory, since what one wrote is copied before another runs.
-        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     def step(
         self,
@@ -118,19 +127,25 @@ class CapturedVisits:
         )
         token_3B = torch.tensor([tokens, steps, positions], device=self._stack.device)
         self._stack.count(len(steps))
-        if known := self._visits.get(kind):
-            return known.run(state, token_3B)
-        visit = self._visits[kind] = FixedVisit(self._stack, self._cache, kind, state)
+        visit = self._visits.pop(kind, None) or FixedVisit(self._stack, self._cache, kind, state)
+        self._visits[kind] = visit  # the last one
+        if len(self._visits) > MOST_KINDS:
+            del self._visits[next(iter(self._visits))]
         state = visit.run(state, token_3B)
-        if self._captures:
-            try:
-                visit.capture(self._pool)
-            except RuntimeError as error:
-                self._captures = False
-                family = self._stack.model.config.family
-                logger.warning(
-                    "model.family=%s cannot be captured in a CUDA graph, so the host decides its "
-                    "speed: %s",
-                    *(family, str(error).splitlines()[0]),
-                )
+        if visit.runs == OFTEN:
+            self._capture(visit)
         return state
+
+    def _capture(self, visit: FixedVisit) -> None:
+        if not self._stack.captures:
+            return
+        try:
+            visit.capture(self._pool)
+        except RuntimeError as error:
+            self._stack.captures = False
+            family, cause = self._stack.model.config.family, error.__context__ or error
+            logger.warning(
+                "model.family=%s with a %s cannot be captured in a CUDA graph, so the host decides "
+                "its speed: %s",
+                *(family, type(self._cache).__name__, str(cause).splitlines()[0]),
+            )

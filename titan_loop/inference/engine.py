@@ -156,7 +156,7 @@ class Engine:
     def _captured(self, cache: LoopCache) -> CapturedVisits | None:
         """Return graphs for the visits of a cache, where they pay and hooks do not see each one."""
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.stack.model.modules())
-        if self.stack.device.type != "cuda" or hooked:
+        if hooked or not self.stack.captures:
             return None
         return CapturedVisits(self.stack, cache)
 

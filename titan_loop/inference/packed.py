@@ -18,15 +18,16 @@ SMALLEST = 2**18
 
 
 def pack(model: nn.Module) -> None:
-    """Let a model on a CPU multiply by copies of its matrices in fp32, without gradients.
+    """Let a model on a CPU multiply by copies of its matrices in fp32, where it needs no gradients.
 
-    Call it again after they change.
+    Call it again after they change: until then they are multiplied by as they are. A packed model
+    cannot be copied or saved whole; its state dict can.
     """
     for linear in model.modules():
         if not isinstance(linear, Linear) or not _gains(linear):
             continue
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
-        product: Any = partial(_product, packed, linear.bias)
+        product: Any = partial(_product, linear, packed, linear.weight, linear.weight._version)
         if isinstance(linear, LMHead):
             product = partial(_logits, linear, product)
         linear.forward = product
@@ -36,11 +37,15 @@ def _gains(linear: Linear) -> bool:
     weight = linear.weight
     plain = type(linear) in (Linear, LMHead)  # quantised or adapted ones do more
     plain &= weight.device.type == "cpu" and weight.dtype == torch.float32
+    plain &= not weight.is_inference()  # whose changes cannot be seen
     return plain and weight.numel() >= SMALLEST and torch.backends.mkldnn.is_available()
 
 
-def _product(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _product(linear: Linear, packed: Tensor, weight: Tensor, version: int, x: Tensor) -> Tensor:
+    changed = linear.weight is not weight or weight._version != version
+    if changed or torch.is_grad_enabled() or x.dtype != torch.float32:
+        return Linear.forward(linear, x)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, linear.bias, "none", [], "")
 
 
 def _logits(head: LMHead, product: Any, states: Any, **labels: Any) -> Any:

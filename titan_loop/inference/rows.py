@@ -249,7 +249,7 @@ class Batch:
 
     def _visited(self, steps: Sequence[int], *, reads: bool) -> LoopState:
         tokens = [row.token for row in self.rows]
-        if self.captured is not None and self.state is not None:
+        if self.captured is not None and self.stack.captures and self.state is not None:
             positions = [row.position for row in self.rows]
             return self.captured.step(self.state, tokens, steps, positions, reads=reads)
         tokens_BL = self.column(tokens) if 1 in steps else None

@@ -59,6 +59,8 @@ class Stack:
         weight = model.tok_embeddings.weight
         self.device = weight.device
         self.dtype = weight.dtype
+        # Until a capture fails.
+        self.captures = self.device.type == "cuda"
         # On a CPU a copy of all keys costs more than reading them where they stand.
         reads_entries = self.device.type == "cpu" and all(
             type(layer.attention) is LoopAttention and layer.attention.reads_entries

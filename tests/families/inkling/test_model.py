@@ -93,6 +93,12 @@ def test_flops_count_what_a_token_visits():
     assert config.idle_parameters(looped=True) == 2 * 6 * 3 * 64 * 32
 
 
+def test_a_router_in_bf16_scores_in_fp32():
+    mixture: Any = small().get_submodule("layers.0.moe").bfloat16()
+    x_BLD = torch.randn(1, 8, 64, dtype=torch.bfloat16)
+    assert mixture.router(x_BLD, mixture.expert_bias_E)[2].dtype == torch.float32
+
+
 def test_what_ranks_cannot_share_is_one_line():
     config = decoder_config(InklingOptions(**SMALL), max_seq_len=32)
     for name, degree, words in (

@@ -79,7 +79,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     [
         (("--prelude", 2, "--core", 2, "--coda", 1), "are 5 layers, and the model has 4"),
         (("--prelude", 2, "--core", 0, "--coda", 2), "--core=0 must be at least 1"),
-        (("--prelude", 1, "--core", 2), "uses every layer once, and --scan recommends layers"),
+        (("--prelude", 1, "--core", 2), "--coda is missing; --scan recommends layers"),
         (
             ("--prelude", 1, "--core", 2, "--coda", 1, "--noise", 0.5),
             "--noise=0.5 has no effect with --mode=identity, only with dropped",

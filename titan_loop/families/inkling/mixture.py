@@ -16,11 +16,24 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.module import Module
 
 from titan_loop.families.inkling.parts import wide
 from titan_loop.models.initialisation import local_part
+
+
+class RouterGate(Linear):
+    """W in at least fp32; torchtitan's router asks autocast for that, which a CPU does not have."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        """Width D and E outputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits, (B, L, E)."""
+        return F.linear(wide(input), wide(self.weight))
 
 
 class SoftcappedExperts(Module):

@@ -25,7 +25,7 @@ from titan_loop.families.inkling.attention import (
     StreamQKV,
 )
 from titan_loop.families.inkling.decoder import InklingBlock, InklingDecoder
-from titan_loop.families.inkling.mixture import Mixture, SoftcappedExperts
+from titan_loop.families.inkling.mixture import Mixture, RouterGate, SoftcappedExperts
 from titan_loop.families.inkling.parts import (
     BlockAttention,
     DynamicConvolution,
@@ -262,7 +262,7 @@ def _layer(
         num_experts=options.experts,
         router=TokenChoiceTopKRouter.Config(
             num_experts=options.experts,
-            gate=Linear.Config(
+            gate=RouterGate.Config(
                 in_features=shape.dim, out_features=options.experts, param_init={"weight": matrix}
             ),
             top_k=options.top_k,

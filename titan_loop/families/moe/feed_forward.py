@@ -83,8 +83,9 @@ class RouterGate(Linear):
     logits_BLE: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the logits, (B, L, E)."""
-        self.logits_BLE = super().forward(input)
+        """Return the logits, (B, L, E), at least fp32: a CPU has no autocast to that."""
+        wide = torch.promote_types(input.dtype, torch.float32)
+        self.logits_BLE = F.linear(input.to(wide), self.weight.to(wide))
         return self.logits_BLE
 
     def take_logits(self) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_loop.errors import UserError
-from titan_loop.families.retrofit.surgery import Surgery, retrofit_run
+from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
 from titan_loop.formats.model_types import listing
 from titan_loop.runs.conversion import how_to_train
 
@@ -15,7 +15,13 @@ def retrofit(
     model: Path | None = None,
     *,
     output: Path | None = None,
-    surgery: Surgery,
+    mode: Mode = "identity",
+    prelude: int | None = None,
+    core: int | None = None,
+    coda: int | None = None,
+    recurrent_steps: int = 2,
+    rank: int = 0,
+    noise: float = 0.0,
     scan: bool = False,
     list: bool = False,
     lengths: Sequence[int] = (),
@@ -32,7 +38,18 @@ def retrofit(
         model: A folder of a dense model, such as Qwen3ForCausalLM; a run of family nanbeige at
             R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
-        surgery: The layers to loop, and the way to loop them.
+        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes each
+            step 1/R of a pass; dropped leaves out layers before the looped ones and mixes state and
+            prelude; tied makes one looped layer of several.
+        prelude: Number of layers before the loop.
+        core: Number of looped layers.
+        coda: Number of layers after the loop.
+        recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
+            tied the number of layers that one looped layer stands for.
+        rank: Rank of adapters; 0 for none. With tied each step has a set, which approximates the
+            differences from the dense layers.
+        noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
+            output.
         scan: Measure the cost of looping each span of layers, and write no run.
         list: Print the dense models that are accepted, and why others are not.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default, as far as the
@@ -62,7 +79,21 @@ def retrofit(
         if output is not None:
             print(table.save(output))
         return
-    if output is None:
-        raise UserError("--output is missing: name a new run directory")
+    for name, value in {"output": output, "prelude": prelude, "core": core, "coda": coda}.items():
+        if value is None:
+            raise UserError(f"--{name} is missing; --scan recommends layers")
+    assert output is not None
+    assert prelude is not None
+    assert core is not None
+    assert coda is not None
+    surgery = Surgery(
+        mode=mode,
+        prelude=prelude,
+        core=core,
+        coda=coda,
+        recurrent_steps=recurrent_steps,
+        rank=rank,
+        noise=noise,
+    )
     print(retrofit_run(model, output, surgery, sys.argv))
     print(how_to_train(output))

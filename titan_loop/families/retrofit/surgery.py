@@ -29,7 +29,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from titan_loop.bounds import refused
+from titan_loop.bounds import FINITE, refused
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
@@ -73,12 +73,12 @@ class Surgery:
     """
 
     mode: Mode = "identity"
-    prelude: Annotated[int, Ge(0)] = 0
-    core: Annotated[int, Ge(1)] = 1
-    coda: Annotated[int, Ge(0)] = 0
+    prelude: Annotated[int, Ge(0)]
+    core: Annotated[int, Ge(1)]
+    coda: Annotated[int, Ge(0)]
     recurrent_steps: Annotated[int, Ge(1)] = 2
     rank: Annotated[int, Ge(0)] = 0
-    noise: Annotated[float, Ge(0)] = 0.0
+    noise: Annotated[float, Ge(0), FINITE] = 0.0
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Surgery, include_extras=True).items():
@@ -112,7 +112,7 @@ class Surgery:
             raise UserError(
                 f"--prelude={self.prelude} --core={self.core}{times} --coda={self.coda} are "
                 f"{total} layers, and the model has {n_layers}; --mode={self.mode} uses every "
-                "layer once, and --scan recommends layers"
+                "layer once"
             )
 
     def sources(self, n_layers: int) -> list[list[int]]:

@@ -6,7 +6,7 @@
 Their files store a norm's gain as an offset from 1, and their rotary embedding pairs neighbouring
 elements of a head. Checkpoints here store the gain itself, and pair the two halves of a head. A
 plain loop (no injection, one state, no norm in the loop) is imported as family `nanbeige`, so that
-every export of that family applies. `titan_loop/families/moe/xllm_formats.py` reads mixtures of
+every export of that family applies. `titan_loop/families/xllm_moe/formats.py` reads mixtures of
 experts.
 
 Source: the code of xLLM-Loop, `xllm/models` and `xllm/paper_part1/artifacts.py`.
