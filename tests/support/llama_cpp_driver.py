@@ -9,6 +9,7 @@ V tokens by id, or with "given": ids instead of "count", where these follow.
 """
 
 import json
+import os
 import sys
 import urllib.request
 from typing import Any
@@ -71,3 +72,6 @@ if __name__ == "__main__":
     asked = json.load(sys.stdin)
     running = serve(asked["model"])
     json.dump([answer(running, request) for request in asked["requests"]], sys.stdout)
+    sys.stdout.flush()
+    # The server's own end waits for ever if its loop has not begun, as after templates alone.
+    os._exit(0)
