@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from titan_loop.models.decoder import LoopDecoder
 DRIVER = Path(__file__).with_name("llama_cpp_driver.py")
 PROMPT = [5, 9, 100, 33, 270, 12]
 TOKENS = 64
+HANGS_SECONDS = 600
+"""Seconds after which it is asked again: once in hundreds of starts its server waits for ever."""
 CLOSE = 5e-3  # in nats, of logits whose standard deviation is 1; fp32 sums in another order
 
 
 def ask(python: str, model: Path, *requests: dict[str, Any]) -> list[Any]:
     """Return llama.cpp's answers."""
     asked = json.dumps({"model": str(model), "requests": requests})
-    answers = subprocess.run(
-        [python, str(DRIVER)], input=asked, capture_output=True, text=True, check=False
-    )
+    run = partial(subprocess.run, [python, str(DRIVER)], input=asked, capture_output=True)
+    try:
+        answers = run(text=True, check=False, timeout=HANGS_SECONDS)
+    except subprocess.TimeoutExpired:
+        answers = run(text=True, check=False)
     assert answers.returncode == 0, answers.stderr
     return json.loads(answers.stdout)
 

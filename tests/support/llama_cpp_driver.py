@@ -73,5 +73,4 @@ if __name__ == "__main__":
     running = serve(asked["model"])
     json.dump([answer(running, request) for request in asked["requests"]], sys.stdout)
     sys.stdout.flush()
-    # The server's own end waits for ever if its loop has not begun, as after templates alone.
-    os._exit(0)
+    os._exit(0)  # without the server's own end, which waits for its threads
