@@ -65,6 +65,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+from titan_loop.errors import UserError
 from titan_loop.recipes.registry import load_recipe
 
 
@@ -74,9 +75,13 @@ def recorded(recipe, stage, seed):
 
 rows = []
 for name, _, chosen in (arm.partition(":") for arm in sys.argv[2:]):
-    recipe = load_recipe(name)
     by_root = {}
-    for leaf in map(recipe.stage, chosen.split(",")):
+    try:
+        recipe = load_recipe(name)
+        leaves = [recipe.stage(stage) for stage in chosen.split(",")]
+    except UserError as error:
+        sys.exit(f"titan-loop: error: tools/claims_gpu.sh: {name}:{chosen}: {error}")
+    for leaf in leaves:
         line = [leaf.name]
         while parent := recipe.stage(line[0]).parent:
             line.insert(0, parent)

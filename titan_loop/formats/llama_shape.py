@@ -286,7 +286,7 @@ class LlamaShape:
         }
 
     def card(self, name: str) -> Card:
-        """Return what the card of a folder of this name says."""
+        """Return the card of a folder of this name."""
         raise NotImplementedError
 
     @property
