@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the arms of few_bits (train_configs/nanbeige), writes each as a GGUF of every type, reads held-out
-# text with llama.cpp, and prints the table of titan_loop/formats/README.md.
+# text with llama.cpp, and prints the table of titan_loop/formats/ENGINES.md.
 #
 #   bash tools/few_bits.sh [--unclean] [--again] [--seeds "1 2 3"] [ARM...]
 #

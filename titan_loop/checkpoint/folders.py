@@ -110,7 +110,7 @@ def add_tag(checkpoint: Path, tag: str) -> None:
 
 
 def remove_tag(checkpoint: Path, tag: str) -> None:
-    """Take a name away; raises `UserError` if there is no such name."""
+    """Remove a tag; raises `UserError` if the checkpoint does not have it."""
     tags = read_tags(checkpoint)
     if tag not in tags:
         raise UserError(f"{checkpoint} has no tag {tag!r}; it has {', '.join(tags) or 'none'}")

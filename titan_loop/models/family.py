@@ -24,7 +24,7 @@ FamilyName = Annotated[str, tyro.conf.Suppress]
 """Type of the field `family` of model options, which is recorded but is not a flag."""
 
 Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
-"""Uses that a family may lack: the commands of these names, and scoring held-out text."""
+"""What a family may not support: the commands of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
 

@@ -52,7 +52,7 @@ _UPSTREAM: Mapping[str, Any] = {
     "training.global_batch_size": Annotated[Literal[-1], Hint("set --batch.global-batch-tokens")],
     "training.disable_cuda_graphs": Annotated[
         Literal[True],
-        Hint("CUDA graphs cannot capture recurrent steps, schedules and label counts that change"),
+        Hint("a captured graph cannot follow changing recurrent steps, schedules and label counts"),
     ],
     "training.dtype": Annotated[
         Literal["float32"],
@@ -72,7 +72,7 @@ _UPSTREAM: Mapping[str, Any] = {
         Hint("full_dtensor doubles the loss under tensor parallelism on torch 2.13"),
     ],
     "debug.seed": Annotated[int, Ge(0), Le(LARGEST_SEED)],
-    "comm.mode": Annotated[Literal["default"], Hint("the others train on nothing real")],
+    "comm.mode": Annotated[Literal["default"], Hint("the others replace communication with stubs")],
 }
 """Bounds and choices of torchtitan's fields, which it would accept and fail in mid-run."""
 
