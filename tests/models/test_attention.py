@@ -21,6 +21,7 @@ from titan_loop.models.attention import (
     document_mask,
     inner_attention_config,
 )
+from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
 LENGTHS = (50, 1, 77)
@@ -67,11 +68,17 @@ def test_shares_of_a_window_see_what_the_whole_window_sees(monkeypatch, degree):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        OuroOptions(size="debugmodel"),
+        DenseOptions(size="debugmodel", n_kv_heads=1, qk_norm="all", attention_softcap=0.5),
+    ],
+)
+def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch, options):
     """The CUDA path's mask and wiring, run with the uncompiled kernel on CPU."""
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
     monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
-    options = OuroOptions(size="debugmodel")
     torch.manual_seed(0)
     reference = build_decoder(options, max_seq_len=128)
     monkeypatch.setattr(ouro, "inner_attention_config", lambda _, scores: FlexAttention.Config())

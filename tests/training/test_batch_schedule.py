@@ -1,5 +1,6 @@
 """The global batch: whole multiples of windows, even splits, and planning by jumps."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,3 +58,22 @@ def test_a_plan_and_its_sizes_equal_a_walk(
     possible = batch_sizes(config, 16, total)
     assert sizes <= possible
     assert possible <= set(range(multiple, 9 * multiple + 1, config.multiple(16)))
+
+
+@pytest.mark.parametrize(
+    ("text", "multiple", "fix"),
+    [
+        ("32", None, None),
+        ("31", None, "use at least 32 tokens"),
+        ("100", 2, "a multiple of 2 windows of training.seq_len=32; use 64 or 128"),
+        ("40", 2, "use 64"),
+        ("0:64 linear 9:96", None, "use 64 or 128, or set batch.multiple_of_windows"),
+    ],
+)
+def test_a_batch_that_is_no_whole_number_of_windows(
+    text: str, multiple: int | None, fix: str | None
+):
+    config = BatchConfig(global_batch_tokens=Schedule.parse(text), multiple_of_windows=multiple)
+    found = [str(refusal) for refusal in config.refusals(32)]
+    assert [line for line in found if fix is None or fix not in line] == []
+    assert len(found) == (fix is not None)

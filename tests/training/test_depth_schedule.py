@@ -36,6 +36,13 @@ def test_poisson_recurrence_is_a_function_of_seed_and_step():
     mean = sum(p * min(max(k, 2), 12) for k, p in enumerate(pmf))
     # Standard error of the mean is about 2.4 / √2000 = 0.054; five of them, and the seed is fixed.
     assert abs(sum(first) / len(first) - mean) < 0.27
+    config.max_steps = None
+    assert most_recurrent_steps(config) == math.ceil(6 + 4 * math.sqrt(6))
+
+
+def test_a_run_is_sampled_at_the_middles_of_equal_parts():
+    config = RecurrenceConfig(steps=Schedule.steps([(0, 1), (25, 2)]))
+    assert depths_over(config, 100) == {(1, None): 1024, (2, None): 3072}
 
 
 def test_r_from_data_is_the_deepest_examples_within_limits():

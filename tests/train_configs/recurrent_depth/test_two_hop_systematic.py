@@ -35,9 +35,11 @@ def test_every_answer_is_reached_by_walking(world):
     exam = [q for at in SMALL.strata.values() for q in SMALL.held_out_questions(200, at)]
     for question in [*islice(SMALL.questions(key=1), 500), *exam]:
         (entity, *relations), answer = told(SMALL, question)
-        for relation in relations:
-            entity = world[entity, relation]
-        assert entity == answer
+        reached = [entity := world[entity, relation] for relation in relations]
+        assert reached[-1] == answer
+        # The bridge is known where the first relation is read.
+        bridge = SMALL.waypoints(question).get("bridge")
+        assert bridge == ((1, reached[0]) if len(relations) == 2 else None)
 
 
 def test_splits_by_the_facts_that_training_composes():
