@@ -7,6 +7,7 @@ Names and summaries are parsed from the source files, because importing a recipe
 """
 
 import ast
+from functools import cache
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -53,28 +54,30 @@ def recipes_by_study() -> dict[str, dict[str, str]]:
 
 def _find_recipes() -> dict[str, _Found]:
     found: dict[str, _Found] = {}
-    modules = {
-        f"{package}.{path.stem}": path
-        for package, folder in studies().items()
-        for path in sorted(folder.glob("*.py"))
-    }
-    for module, path in modules.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in tree.body:
-            if (
-                isinstance(node, ast.FunctionDef)
-                and not node.name.startswith("_")
-                and node.returns is not None
-                and ast.unparse(node.returns) in _RETURNED
-            ):
-                if node.name in found:
-                    places = f"{found[node.name].module} and {module}"
-                    raise UserError(f"two recipes are called {node.name}: in {places}; rename one")
-                lines = [
-                    (ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)
-                ]
-                found[node.name] = _Found(module, *lines)
+    for package, folder in studies().items():
+        for path in sorted(folder.glob("*.py")):
+            recipes = _recipes_of(f"{package}.{path.stem}", path.read_text(encoding="utf-8"))
+            for name in recipes.keys() & found.keys():
+                places = f"{found[name].module} and {recipes[name].module}"
+                raise UserError(f"two recipes are called {name}: in {places}; rename one")
+            found |= recipes
     return found
+
+
+@cache  # parsing all studies takes a tenth of a second, and some commands ask for many recipes
+def _recipes_of(module: str, source: str) -> dict[str, _Found]:
+    tree = ast.parse(source)
+    return {
+        node.name: _Found(
+            module,
+            *((ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)),
+        )
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and node.returns is not None
+        and ast.unparse(node.returns) in _RETURNED
+    }
 
 
 def load_recipe(name: str) -> "Recipe":
