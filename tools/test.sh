@@ -12,6 +12,8 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
+# Or every process that a test starts compiles the package again, and every worker all tests.
+unset PYTHONDONTWRITEBYTECODE
 "$VENV/bin/python" -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
     -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true \
     -m "not slurm and not hostile and not effects" "$@"

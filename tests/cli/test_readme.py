@@ -27,7 +27,8 @@ def commands() -> Iterator[tuple[str, list[str], bool]]:
         if path not in HISTORY:
             texts.append((path, path.read_text(encoding="utf-8")))
     for path in sorted((ROOT / "titan_loop").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "For example:\n" in source else ():
             if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node, clean=False)):
                 texts.append((path, examples_of(doc)))
     for path, text in texts:
