@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -145,8 +147,10 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_papers_tasks_exist_in_the_harness():
     suites = [find("suites", name) for name in ("ouro_base", "depth", "scaling")]
-    known = HarnessTasks().find("mmlu").all_tasks
-    assert {task.name for suite in suites for task in suite} <= {*known}
+    known: set[str] = set()  # its own index takes ten seconds
+    for path in (Path(find_spec("lm_eval").origin).parent / "tasks").rglob("*.yaml"):
+        known |= {*re.findall(r"^(?:group|tag|task): *(\S+)", path.read_text("utf-8"), re.M)}
+    assert {task.name for suite in suites for task in suite} <= known
 
 
 def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):
