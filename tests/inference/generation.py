@@ -18,11 +18,11 @@ def check_generation(
     requests = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
     plain = Engine(model, recurrent_steps=steps).complete(requests, rows=2)
     for request, completion in zip(requests, plain, strict=True):
-        tokens = list(request.prompt)
-        for token in completion.tokens:
-            states = model(torch.tensor([tokens]), recurrent_steps=steps).hidden_RBLD
-            assert token == int(model.readout(states[-1])[0, -1].argmax())
-            tokens.append(token)
+        states = model(
+            torch.tensor([[*request.prompt, *completion.tokens[:-1]]]), recurrent_steps=steps
+        ).hidden_RBLD
+        expected = model.readout(states[-1])[0, len(request.prompt) - 1 :].argmax(-1)
+        assert [*completion.tokens] == expected.tolist()
     for draft_step in range(1, steps):
         drafting = Engine(model, recurrent_steps=steps, speculation=SelfSpeculation(draft_step, 3))
         assert drafting.complete(requests, rows=2) == plain
