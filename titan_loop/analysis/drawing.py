@@ -74,7 +74,6 @@ def draw_panels(
     Args:
         names: Title of each panel, at least one.
         title: The conclusion that a reader should draw.
-        label: Label of the vertical axis, if all panels share it.
         inches: Width and height of a panel.
     """
     columns = min(len(names), columns)

@@ -52,7 +52,6 @@ class ResultTable:
     have a `stage`, the cell's stage is ROW_COLUMN.
 
     Attributes:
-        name: Name of the plot's file, after the recipe's.
         everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis if the columns are ordered, otherwise "".

@@ -85,7 +85,6 @@ class KeepPolicy:
     Its fields are options of the checkpoint manager by the same names.
 
     Attributes:
-        keep_latest_k: Number of newest checkpoints; 0 keeps all.
         keep_every: Steps that are multiples of this stay for ever; 0 turns this off.
     """
 

@@ -25,8 +25,6 @@ def check_architecture(
     """Raise `UserError` naming every difference between a checkpoint's model and another.
 
     Args:
-        may_differ: Options that are not compared.
-        holder: Name of the checkpoint in the message.
         otherwise: Remedy that the message offers besides using the checkpoint's values.
     """
     differing = different_options(saved, wanted) - set(may_differ)

@@ -49,7 +49,6 @@ def table(
 
     Args:
         files: Recurrent steps → the file of so many.
-        sources: Name → windows.
     """
     rows: list[tuple[str, ...]] = [("source", "R", "run", "llama.cpp", "difference")]
     for name, windows in sources.items():

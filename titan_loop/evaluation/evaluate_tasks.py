@@ -75,7 +75,6 @@ def evaluate_tasks(
     Args:
         frontier: Whether to read every depth, and every exit policy at many settings.
         baselines: Whether to score held-out text with n-gram models of the text the model read.
-        ema: Whether to evaluate the average of the weights.
     """
     options.check(frontier=frontier)
     join_ranks()

@@ -50,7 +50,6 @@ class Exam:
         count: Largest number of examples of a stratum.
         room: Longest window in tokens.
         multiple: Unit, in tokens, to which the length of windows is rounded up.
-        strata: Strata to ask; None for all.
         leave_out: Whether to skip strata that do not fit into the room, with a warning; the first
             stratum must fit.
 

@@ -25,13 +25,7 @@ class TokenRequest(NamedTuple):
 
 
 class ContinuationScores(NamedTuple):
-    """One continuation under every reading, each list in the order of the readings.
-
-    Attributes:
-        nats: Negative log likelihood, summed over the continuation.
-        greedy: Whether greedy decoding would have produced all of it.
-        steps: Recurrent steps, summed over the continuation.
-    """
+    """Sums of nats and steps at every reading, and whether greedy decoding gives the same."""
 
     nats: list[float]
     greedy: list[bool]

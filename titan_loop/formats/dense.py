@@ -82,11 +82,7 @@ def read_block(block: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseShape(LlamaShape):
-    """The shape of a model of Llama's blocks.
-
-    Attributes:
-        norm_placement: Place of the final norm.
-    """
+    """The shape of a model of Llama's blocks."""
 
     family: ClassVar[str] = "nanbeige"
 
@@ -175,8 +171,6 @@ class UnrolledShape(BlockShape, DenseShape):
     """A dense model, or a loop in which every visit becomes a layer of its own.
 
     Attributes:
-        prelude_layers: First layers of the checkpoint, which are not looped.
-        coda_layers: Last layers of the checkpoint, which are not looped.
         visits: For each layer of the format, its layer in the checkpoint; empty if they are equal.
         kind: Its `model_type`.
     """

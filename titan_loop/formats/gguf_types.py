@@ -62,8 +62,6 @@ def kind_of(dtype: str, tensor: str, columns: int, *, layers: int, tied: bool) -
     Args:
         tensor: GGUF's name of it.
         columns: Length of its rows.
-        layers: Layers in the file.
-        tied: Whether the embedding is the head.
     """
     wanted = wanted_kind(dtype, tensor, layers=layers, tied=tied)
     while columns % GGML_QUANT_SIZES[wanted][0]:

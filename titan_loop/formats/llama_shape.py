@@ -88,7 +88,6 @@ class LlamaShape:
     Each format is a subclass that adds fields, tensors and its layout of `config.json`.
 
     Attributes:
-        n_layers: Layers that the format stores.
         vocab_size: Rows of embedding and head, V.
         max_positions: Window of the last stage, or the imported folder's.
     """

@@ -56,7 +56,6 @@ class Graph:
         read: Returns a tensor, fp32, by the format's name.
         bits: Bits of a weight of a matrix: 32, 8 or 4.
         block: Number of a row's weights that share a scale.
-        prefix: Beginning of all names.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ class Graph:
 
         Args:
             body: Its inputs are `PREFIX.step`, from 0, `PREFIX.going`, and the carried values.
-            steps: Most steps.
             going: Value of the body: whether there is another step.
             scans: Values of the body that are stacked, and their sizes.
         """

@@ -29,11 +29,7 @@ _PRESENT = ("present_keys", "present_values")
 
 
 class LoopGraph:
-    """The graph of a model.
-
-    Args:
-        graph: An empty graph.
-    """
+    """The graph of a model."""
 
     def __init__(self, graph: Graph, shape: OnnxShape) -> None:
         self.graph, self.shape = graph, shape

@@ -25,9 +25,7 @@ class OnnxShape(BlockShape):
     """A loop of dense models' blocks.
 
     Attributes:
-        norm_placement: Place of the final norm.
         branch_factor: Factor on everything that a looped layer adds to the state.
-        scale_embeddings: Whether embeddings are scaled by √D.
     """
 
     title: ClassVar[str] = "onnx"

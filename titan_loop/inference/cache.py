@@ -92,9 +92,6 @@ class CacheShape(NamedTuple):
 class LoopCache(ABC):
     """Keys and values of the rows of one batch.
 
-    Args:
-        shape: Sizes; `rows` is the largest number of rows at once.
-
     Attributes:
         rows: Number of rows now; they come first in memory.
         outside: Cache of the layers outside the loop, of which it keeps the latest visit.

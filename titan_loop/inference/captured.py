@@ -34,7 +34,6 @@ class Kind(NamedTuple):
     """All that a graph is bound to, beside the cache.
 
     Attributes:
-        rows: Number of rows.
         keys: Keys of each row that attention reads; those behind its own are masked.
         step: Step of all rows; None if they are at different ones.
         starts: Whether a row starts from its token.

@@ -65,7 +65,6 @@ class Job:
 
     Attributes:
         stage: Stage to train; None for all that are not complete.
-        save_seconds: Seconds between SIGUSR1 and the time limit.
     """
 
     train: tuple[str, ...]

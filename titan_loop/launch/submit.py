@@ -26,7 +26,6 @@ class Request:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: Stage to submit alone; None for all that are not complete.
         folder: Folder for the stages' run directories; empty for the recipe's own.
-        environment: Environment of the jobs.
     """
 
     recipe: Recipe

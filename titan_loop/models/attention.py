@@ -128,7 +128,6 @@ class DocumentAttention(Module):
             attention_masks: (B, 1, L, L_key) bool. None is plain causal attention, if there
                 are as many queries as keys, or if the last token is the only query.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
-            softcap: c of c·tanh(s/c) in place of every scaled score s; 0 for none.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
@@ -237,10 +236,7 @@ class LoopAttention(GQAttention):
 
         Attributes:
             q_norm: Norm of the queries before they are rotated, of each head or of all at once.
-            k_norm: The same of the keys.
             scale: Factor on scores in place of 1/√H.
-            softcap: As in `DocumentAttention`.
-            window: Keys that a query sees, itself among them; None for all.
         """
 
         distance_scores: DistanceScores.Config | None = None

@@ -38,7 +38,6 @@ class StageNeeds:
     """One stage on a cluster; `refusals` are the reasons why it cannot run there.
 
     Attributes:
-        config: Config of the run, not resolved.
         model: Architecture, with the vocabulary of the data, or the default if no data is here.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
@@ -46,7 +45,6 @@ class StageNeeds:
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
         states: Bytes of weights, gradients and moments on one rank.
-        gpu_flops: Peak FLOP/s of one GPU in the precision of the forward pass.
         data: "enough", "too little" or "not here".
     """
 

@@ -101,9 +101,6 @@ class RolloutLoader(TaskLoader):
     """Reads a task's prompts, and answers that the model in training writes to them.
 
     A window has one prompt and one answer. `write_with` must be called before the first batch.
-
-    Attributes:
-        report: Means over the latest batch of this rank, by name.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -40,12 +40,8 @@ class Writer:
     """Writes answers with the weights of a model in training.
 
     Args:
-        trained: The model, on every rank its own part.
-        options: Its options.
         context_tokens: Tokens of the longest prompt with its answer.
-        policy: Rule of the exits.
         parent: The model that π is held near to; None for none.
-        rows: Answers that are written at once.
         dtype: Type of the weights that write; the exit gate stays in fp32.
     """
 

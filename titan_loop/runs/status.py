@@ -55,15 +55,12 @@ class StageStatus:
 
     Attributes:
         parent: Name of the run that it starts from; empty for initial weights.
-        tokens: Global tokens of its last logged step.
-        saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
         runs: Whether a job trains it now; None if that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
         damage: Reason why none of its checkpoints can be used; empty if one can, or none exists.
         decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
-        command: Command that trains it.
     """
 
     name: str

@@ -64,8 +64,6 @@ class Served:
         tokenizer: For the engine's thread and the answers; the encoder has another one.
         encoding_tokenizer: For prompts.
         encoder: For chats; None if the tokenizer lacks the template's control tokens.
-        defaults: Settings of a request that names none.
-        most_tokens: Most tokens of an answer.
         seconds: Most seconds from a request to the end of its answer.
         knows_chats: Whether the model was trained on conversations.
     """

@@ -51,7 +51,6 @@ class Asking:
 
     Attributes:
         prompt: Text or token ids to go on from, or a conversation.
-        max_tokens: Most tokens of an answer; None for as many as the server allows.
         includes_usage: Whether a stream ends with the counts of its tokens.
         repeats_usage: Whether each chunk has the counts so far, an addition of vLLM's.
     """

@@ -41,7 +41,6 @@ class ChatTemplate:
     """One template.
 
     Attributes:
-        text: The Jinja text.
         variables: Special tokens that it may use, such as `bos_token`.
     """
 

@@ -43,10 +43,7 @@ class Passes:
     """The forward and backward passes of a run.
 
     Attributes:
-        columns: Columns that the loader declares.
-        window_share: The part of every window that this rank computes; None for all of it.
         prepared: Maps uncut inputs and labels to token ids, labels and the model's arguments.
-        context: Returns the context of every pass.
     """
 
     model: LoopDecoder

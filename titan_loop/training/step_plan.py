@@ -15,7 +15,6 @@ class StepPlan:
 
     Attributes:
         tokens: Global tokens consumed before it.
-        recurrent_steps: R.
         backward_steps: k, the number of last recurrent steps that gradients pass; None for all.
         schedules: Values of the objective's schedules, and 0 for `OBJECTIVE_SCHEDULES` that it does
             not use.

@@ -92,15 +92,7 @@ def build_local_python_corpus(
     math_megabytes: float = 6,
     held_out_fraction: float = 0.05,
 ) -> None:
-    """Write `output/{code,prose,math}/{train,held_out}.jsonl` and `output/card.json`.
-
-    Args:
-        output: The corpus' folder; made if missing. Files of an earlier corpus are replaced.
-        code_megabytes: Size of the code in 10**6 bytes of text; less if there is not so much.
-        prose_megabytes: Size of the prose, likewise.
-        math_megabytes: Size of the math, likewise.
-        held_out_fraction: Share of documents in `held_out.jsonl`, in [0, 1).
-    """
+    """Write `output/{code,prose,math}/{train,held_out}.jsonl` and `output/card.json`."""
     require_local(output, "output")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")

@@ -30,7 +30,6 @@ class SourceDemand(NamedTuple):
     """Tokens that a job needs of a source, and tokens of one epoch; both without padding.
 
     Attributes:
-        max_epochs: Number of times it may be read; None for any number.
         disk_bytes: Size of its training split: tokens, document ends and loss masks.
     """
 

@@ -26,7 +26,6 @@ class MixtureEntry:
     """One source of a mixture.
 
     Attributes:
-        path: Folder of a prepared source.
         packed: Whether to read the packed index (whole documents, padded) instead of fixed cuts.
         max_epochs: Number of times it may be read; None leaves that to `dataloader.max_epochs`.
     """

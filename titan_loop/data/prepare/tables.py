@@ -28,7 +28,6 @@ def table_rows(path: str, kind: str, wanted: Sequence[str]) -> Iterator[dict[str
     A table without any wanted column gives rows with all its columns, as None.
 
     Args:
-        path: Path of the file, which may be compressed.
         kind: "parquet", "arrow", "csv" or "tsv".
         wanted: The columns to read, of which a table may lack some.
 

@@ -75,7 +75,6 @@ class LoopControl(Module):
         Args:
             hidden_BLD: h⁽ᵗ⁻¹⁾.
             branch_BLD: Block(LN(h⁽ᵗ⁻¹⁾)).
-            iteration: t.
         """
         scale_1 = F.softplus(self.scale[iteration - 1 : iteration])
         hidden_BLD = hidden_BLD + scale_1 * branch_BLD

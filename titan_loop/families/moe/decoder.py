@@ -88,7 +88,6 @@ class SparseConfig(LoopDecoder.Config):
     Attributes:
         dense_hidden_dim: Width F of a dense feed-forward, whether there is one or not.
         bias_rate: Change of an expert's bias in a training step.
-        expert_parallel: Whether experts are spread over ranks.
     """
 
     __slots__ = ()

@@ -41,19 +41,7 @@ _STACKS = {"w1": "w1_EFD", "w3": "w3_EFD", "w2": "w2_EDF"}
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape(UnrolledShape):
-    """A decoder of Llama's blocks with experts, every visit a layer of its own.
-
-    Attributes:
-        experts: E.
-        top_k: k.
-        expert_hidden_dim: Width of an expert.
-        shared_experts: Experts that every token visits.
-        normalise_scores: Whether the chosen scores are divided by their sum.
-        score_scale: Factor c on the chosen scores.
-        routers: Routers of a looped layer.
-        attentions: Attentions of a looped layer.
-        dense_layers: The checkpoint's layers without experts, numbered from 1.
-    """
+    """Llama's blocks with experts, a layer a visit; own fields are named as the options."""
 
     family: ClassVar[str] = "moe"
     gguf_architecture: ClassVar[str | None] = None

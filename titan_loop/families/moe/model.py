@@ -161,7 +161,6 @@ def mixture_config(
 
     Args:
         gain: Factor on `std` for matrices whose outputs are added to the state.
-        routers: Number of routers, each of its own step.
     """
     dim, experts = shape.dim, options.experts
     width = options.expert_hidden_dim

@@ -84,7 +84,6 @@ def moe(model: Path, *, output: Path, upcycling: MoEUpcycling) -> None:
         model: A run of family nanbeige, or a checkpoint of one; `titan-loop convert import` makes
             one of a LlamaForCausalLM folder.
         output: New run directory.
-        upcycling: The mixture.
     """
     print(
         remade_run(

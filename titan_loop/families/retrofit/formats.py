@@ -33,11 +33,8 @@ class RetrofitShape(BlockShape):
     """A dense model's shape with a loop inside, for transformers.
 
     Attributes:
-        prelude_layers: Number of layers before the loop.
-        coda_layers: Number of layers after the loop.
         bridge: Whether steps after the first read the prelude's output.
         mixer: Whether all steps read the prelude's output, mixed with the state.
-        start_noise: σ of the noise that a mixer's state starts from in training.
         damping: K, the number of damped steps that make up one undamped pass.
     """
 
@@ -125,13 +122,7 @@ class RetrofitShape(BlockShape):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitUnrolledShape(UnrolledShape):
-    """Llama's shape of an unrolled loop with adapters.
-
-    Attributes:
-        adapter_rank: Rank of the adapters; 0 for none.
-        adapter_sets: Number of sets of adapters.
-        adapter_first_step: The first step with adapters.
-    """
+    """Llama's shape of an unrolled loop with adapters."""
 
     family: ClassVar[str] = "retrofit"
 

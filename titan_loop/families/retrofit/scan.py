@@ -63,8 +63,6 @@ class SpanCost:
     Each cost is a value with the low and high end of its 95 % interval over documents.
 
     Attributes:
-        start: First layer of the span.
-        length: Number of layers.
         bare: Cost of a second pass.
         damped: Cost of two half passes.
         unrolls: Whether llama.cpp runs the span twice, every visit a layer: of some models it knows
@@ -80,16 +78,9 @@ class SpanCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """The measured table.
+    """The measured table; `dense` is the bits per byte of the dense model.
 
     Attributes:
-        model: Path of the dense model, as given.
-        dense: Bits per byte of the dense model.
-        bytes: Bytes of held-out text.
-        windows: Windows per source.
-        seq_len: Tokens of a window.
-        sources: Names of the sources.
-        n_layers: Layers of the dense model.
         spans: Costs, by length and then by start.
     """
 
@@ -160,10 +151,8 @@ def scan(
     """Measure every span of the given lengths.
 
     Args:
-        sources: Prepared sources; none takes the run's.
         lengths: Numbers of layers of a span; none takes 4, 8 and 12, as far as a layer is left
             outside, or 1 in a smaller model.
-        seq_len: Tokens of a window; None takes the run's.
 
     Raises:
         UserError: As `opened`; a length is below 1 or leaves no layer outside the span, or there

@@ -55,22 +55,7 @@ Mode: TypeAlias = Literal["identity", "plain", "damped", "dropped", "tied"]
 
 @dataclass(frozen=True, kw_only=True)
 class Surgery:
-    """The layers to loop, and the way to loop them.
-
-    Attributes:
-        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes each
-            step 1/R of a pass; dropped leaves out layers before the looped ones and mixes state and
-            prelude; tied makes one looped layer of several.
-        prelude: Number of layers before the loop, P.
-        core: Number of looped layers, C.
-        coda: Number of layers after the loop, K.
-        recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
-            tied the number of layers that one looped layer stands for.
-        rank: Rank of adapters; 0 for none. With tied each step has a set, which approximates the
-            differences from the dense layers.
-        noise: With dropped, σ of the state's initial noise in training; 0 starts at the prelude's
-            output.
-    """
+    """The layers to loop, and the way to loop them: flags of `titan-loop retrofit`."""
 
     mode: Mode = "identity"
     prelude: Annotated[int, Ge(0)]

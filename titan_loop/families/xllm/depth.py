@@ -54,12 +54,7 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnDepth(Callback):
-    """Draws R of every training step.
-
-    Attributes:
-        probabilities: Probabilities of 1, 2, … recurrent steps.
-        seed: Seed of the draws.
-    """
+    """Draws R of every training step; `probabilities` are those of R = 1, 2 and so on."""
 
     probabilities: Sequence[float]
     seed: int = SEED

@@ -29,7 +29,6 @@ class OptimizerSettings:
     """Settings of one optimiser.
 
     Attributes:
-        title: Name in logs and metrics.
         factory: Makes it from parameter groups.
         moments: Number of fp32 values that it keeps for each weight.
         takes_all: False if it is for matrices of the layers alone; AdamW takes the rest.
