@@ -39,7 +39,7 @@ def test_its_records_are_read(run):
     assert [ancestor.run for ancestor in saved.lineage()] == [run]
     checkpoint = saved.checkpoint()
     assert checkpoint.manifest["trainer"]["architecture"]["hidden_dim"] == 16
-    reader = CheckpointReader(checkpoint.path, look_at="hashes")
+    reader = CheckpointReader(checkpoint.path)
     assert reader.read("optimizer.ema.tok_embeddings.weight").shape == (264, 8)
     record = RunDirectory(run).read_run()
     assert record["commit"] == "dfd5e2b4"

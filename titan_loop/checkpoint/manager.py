@@ -26,7 +26,7 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
+from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.folders import CHECKPOINTS, discard, set_aside_newer, step_folder
 from titan_loop.checkpoint.keep_policy import BEST, Best, KeepPolicy, best_with, delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, EXACTLY, KeyPolicy, load_checkpoint
@@ -70,7 +70,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
             async_mode: disabled writes in the training thread. Else another thread writes a copy,
                 made before training goes on (async) or during the next step (…_with_pinned_mem).
             keep_every: Keep steps that are multiples of this, besides the latest; 0 for none.
-            verify_hashes: Whether loading compares every file's hash; sizes are always compared.
             save_attempts: Attempts to save before training goes on without this checkpoint.
             remote: Folder in an object store (s3://…, gs://… or file://…) for copies of all
                 checkpoints; a start without a whole local one fetches the newest. Empty for none.
@@ -82,7 +81,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
         folder: str = field(init=False, default=CHECKPOINTS)
         async_mode: AsyncMode = "disabled"
         keep_every: Annotated[int, Ge(0)] = 0
-        verify_hashes: bool = True
         save_attempts: Annotated[int, Ge(1)] = 3
         remote: str = ""
         retry_seconds: Annotated[float, Ge(0)] = 10.0
@@ -144,7 +142,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.measured: Best | None = None  # newest held-out loss, set by an evaluation on all ranks
         if not self.enable:
             return
-        self._look_at: LookAt = "hashes" if config.verify_hashes else "sizes"
         self.path = Path(base_folder) / CHECKPOINTS
         self.trainer: Trained = states[TRAIN_STATE]
         self.dataloader = dataloader
@@ -259,7 +256,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
         """Choose a checkpoint; if all are damaged, fetch one from the store and choose again."""
-        find = partial(newest_good, self.path, look_at=self._look_at, group=self.group)
+        find = partial(newest_good, self.path, look_at="hashes", group=self.group)
         try:
             return find()
         except UserError:
@@ -304,7 +301,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """Start from another run's checkpoint: weights, moments if wanted, nothing else."""
         carry = self.config.carry
         parent = from_rank_zero(self.group, carry.find_parent)
-        manifest, reason = inspect(parent, self._look_at, group=self.group)
+        manifest, reason = inspect(parent, "hashes", group=self.group)
         if manifest is None:
             raise UserError(
                 f"checkpoint.carry.parent={parent} is not usable: {reason}; name an older one"

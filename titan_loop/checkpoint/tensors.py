@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titan_loop.checkpoint.choosing import LookAt
 from titan_loop.checkpoint.folders import discard, is_committed
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import (
@@ -56,13 +55,11 @@ class CheckpointReader:
     committed or `ema` finds no average, `DamagedCheckpointError` for a damaged file.
     """
 
-    def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes", ema: bool = False) -> None:
+    def __init__(self, checkpoint: Path, *, ema: bool = False) -> None:
         self.checkpoint = checkpoint
         self.manifest: dict[str, Any] = read_manifest(checkpoint)
-        if look_at != "manifest":
-            damage = find_damage(checkpoint, self.manifest["files"], hashes=look_at == "hashes")
-            if damage:
-                raise DamagedCheckpointError(checkpoint, "; ".join(damage.values()))
+        if damage := find_damage(checkpoint, self.manifest["files"]):
+            raise DamagedCheckpointError(checkpoint, "; ".join(damage.values()))
         self.metadata: Metadata = read_table(checkpoint)
         self._files = SafeFileSystemReader(checkpoint, self.metadata)
         keys = self.metadata.state_dict_metadata if ema else {}

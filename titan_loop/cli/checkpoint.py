@@ -55,7 +55,7 @@ def verify(path: Path) -> int:
     return EXIT_FOUND if damaged else EXIT_OK
 
 
-def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
+def diff(a: Path, b: Path) -> int:
     """Compare commit records, entries, shapes and values of two checkpoints.
 
     Exit code 1 if anything differs.
@@ -63,14 +63,12 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     Args:
         a: Checkpoint, or a run (its newest whole checkpoint is taken).
         b: Checkpoint or run to compare it with.
-        skip_hashes: Compare only sizes with the commit record before reading.
     """
     from titan_loop.checkpoint.difference import differences
     from titan_loop.checkpoint.tensors import CheckpointReader
     from titan_loop.runs.run_checkpoints import checkpoint_meant
 
-    look_at = "sizes" if skip_hashes else "hashes"
-    first, second = (CheckpointReader(checkpoint_meant(path), look_at=look_at) for path in (a, b))
+    first, second = (CheckpointReader(checkpoint_meant(path)) for path in (a, b))
     count = 0
     for difference in differences(first, second):
         print(difference)

@@ -9,7 +9,8 @@ from titan_loop.data.demo.local_python import DOMAINS, build_local_python_corpus
 from titan_loop.data.demo.sources import demo_sources
 from titan_loop.errors import UserError
 
-SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
+SIZES = dict.fromkeys(DOMAINS, 0.3)
+SMALL = {f"{domain}_megabytes": size for domain, size in SIZES.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +27,7 @@ def _one_list_of_files():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    build_local_python_corpus(folder, **SMALL, held_out_fraction=0.2)
+    build_local_python_corpus(folder, SIZES, held_out_fraction=0.2)
     return folder
 
 
@@ -50,7 +51,7 @@ def test_documents_are_taken_once_and_sympy_only_in_math(corpus):
 
 
 def test_the_same_environment_gives_the_same_sources_once(corpus, tmp_path, caplog):
-    build_local_python_corpus(tmp_path / "text", **SMALL, held_out_fraction=0.2)
+    build_local_python_corpus(tmp_path / "text", SIZES, held_out_fraction=0.2)
     for domain in DOMAINS:
         for name in ("train.jsonl", "held_out.jsonl"):
             again = (tmp_path / "text" / domain / name).read_bytes()
@@ -70,4 +71,4 @@ def test_docstrings_carry_their_names():
 
 def test_a_domain_needs_a_size(tmp_path):
     with pytest.raises(UserError, match="code_megabytes 0 must be positive"):
-        build_local_python_corpus(tmp_path, code_megabytes=0)
+        build_local_python_corpus(tmp_path, SIZES | {"code": 0})

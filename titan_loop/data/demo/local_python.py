@@ -85,20 +85,14 @@ class _Domain:
 
 
 def build_local_python_corpus(
-    output: str | Path,
-    *,
-    code_megabytes: float = 12,
-    prose_megabytes: float = 8,
-    math_megabytes: float = 6,
-    held_out_fraction: float = 0.05,
+    output: str | Path, megabytes: Mapping[str, float], *, held_out_fraction: float = 0.05
 ) -> None:
     """Write `output/{code,prose,math}/{train,held_out}.jsonl` and `output/card.json`."""
     require_local(output, "output")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
     domains: dict[str, _Domain] = {}
-    sizes = (code_megabytes, prose_megabytes, math_megabytes)
-    for name, size in zip(DOMAINS, sizes, strict=True):
+    for name, size in megabytes.items():
         if not size > 0:
             raise UserError(f"{name}_megabytes {size} must be positive")
         domains[name] = _Domain(int(size * _MEGABYTE), held_out_fraction)

@@ -39,13 +39,8 @@ def demo_sources(
     """
     text, tokenizer = output / "text", output / TOKENIZER_NAME
     if not (text / CARD).exists():
-        build_local_python_corpus(
-            text,
-            code_megabytes=code_megabytes,
-            prose_megabytes=prose_megabytes,
-            math_megabytes=math_megabytes,
-            held_out_fraction=held_out_fraction,
-        )
+        sizes = {"code": code_megabytes, "prose": prose_megabytes, "math": math_megabytes}
+        build_local_python_corpus(text, sizes, held_out_fraction=held_out_fraction)
     else:
         logger.info("%s is complete: to build it with other sizes, remove %s", text, output)
     if not tokenizer.exists():

@@ -67,33 +67,17 @@ def retrofit(
         from titan_loop.families.retrofit.scan import scan as measured
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        table = measured(
-            model,
-            sources=sources,
-            lengths=lengths,
-            windows=windows,
-            seq_len=seq_len,
-            command=sys.argv,
-        )
+        sample = {"sources": sources, "windows": windows, "seq_len": seq_len}
+        table = measured(model, lengths=lengths, command=sys.argv, **sample)
         print(table.table())
         if output is not None:
             print(table.save(output))
         return
-    for name, value in {"output": output, "prelude": prelude, "core": core, "coda": coda}.items():
-        if value is None:
-            raise UserError(f"--{name} is missing; --scan recommends layers")
-    assert output is not None
-    assert prelude is not None
-    assert core is not None
-    assert coda is not None
-    surgery = Surgery(
-        mode=mode,
-        prelude=prelude,
-        core=core,
-        coda=coda,
-        recurrent_steps=recurrent_steps,
-        rank=rank,
-        noise=noise,
-    )
+    if output is None or prelude is None or core is None or coda is None:
+        given = {"output": output, "prelude": prelude, "core": core, "coda": coda}
+        missing = next(name for name, value in given.items() if value is None)
+        raise UserError(f"--{missing} is missing; --scan recommends layers")
+    how = {"mode": mode, "recurrent_steps": recurrent_steps, "rank": rank, "noise": noise}
+    surgery = Surgery(prelude=prelude, core=core, coda=coda, **how)
     print(retrofit_run(model, output, surgery, sys.argv))
     print(how_to_train(output))
