@@ -1,3 +1,5 @@
+"""The corpus of the quick start: documents once, splits by hash, the same again."""
+
 import json
 import logging
 from pathlib import Path

@@ -54,7 +54,7 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnDepth(Callback):
-    """Draws R of every training step; `probabilities` are those of R = 1, 2 and so on."""
+    """Draws R of every training step, from the probabilities of R = 1, 2 and so on."""
 
     probabilities: Sequence[float]
     seed: int = SEED
