@@ -1,7 +1,8 @@
-"""Per-layer compilation on CPU: the same numbers, few compilations, no more memory than eager."""
+"""Compilation on CPU: the same numbers, few compilations, no more memory than eager."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def parallelized(
     model: LoopDecoder,
     enable: bool,
     *,
-    backend: str = "inductor",
+    backend: Any = "inductor",
     policy: ActivationCheckpointing.Config | None = None,
 ) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
@@ -124,7 +125,7 @@ POLICIES = {
 
 
 @DYNAMO_WARNS
-def test_layers_share_a_compilation_for_each_window_and_each_mode():
+def test_visits_share_a_compilation_for_each_window_and_each_mode():
     """R is outside: 1 to 8 steps of two layers, two windows and two modes take four graphs."""
     model = parallelized(model_of(), True, backend="eager", policy=RecurrentStepAC.Config())
     torch._dynamo.reset()
@@ -142,6 +143,22 @@ def test_layers_share_a_compilation_for_each_window_and_each_mode():
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("policy", "entries"), [(None, 3), (RecurrentStepAC.Config(), 3), (SelectiveAC.Config(), 6)]
+)
+def test_a_visit_is_one_graph_unless_its_layers_are_recomputed(policy, entries):
+    entered = []
+
+    def backend(graph, inputs):
+        return lambda *args: [entered.append(graph), graph(*args)][1]
+
+    model = parallelized(model_of(), True, backend=backend, policy=policy)
+    torch._dynamo.reset()
+    model(torch.randint(128, (2, SEQ_LEN)), recurrent_steps=3)
+    assert len(entered) == entries
+
+
 def test_a_stage_leaves_the_next_no_option_of_the_compiler():
     budget, inductor = torch._functorch.config, torch._inductor.config
     with budget.patch(activation_memory_budget=1.0), inductor.patch(emulate_precision_casts=False):
@@ -155,7 +172,7 @@ def test_a_stage_leaves_the_next_no_option_of_the_compiler():
 @DYNAMO_WARNS
 @pytest.mark.parametrize("policy", POLICIES)
 def test_compiled_layers_keep_no_more_for_the_backward_pass_than_eager_ones(policy):
-    """A compiler that saw several visits at once would keep what checkpointing recomputes."""
+    """A compiler that saw all of a visit's layers, or several visits, might keep more."""
     kept = []
     tokens = torch.randint(128, (8, SEQ_LEN))
     positions = torch.arange(SEQ_LEN).expand(8, -1).contiguous()

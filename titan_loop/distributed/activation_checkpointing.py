@@ -81,3 +81,10 @@ def checkpointing_of(config: ActivationCheckpointing.Config | None) -> str:
         MemoryBudgetAC.Config: "memory-budget",
     }
     return next((name for kind, name in names.items() if isinstance(config, kind)), "none")
+
+
+def recomputes_layers(config: ActivationCheckpointing.Config | None) -> bool:
+    """Return whether a policy recomputes parts of a visit of the stack, not the whole visit."""
+    if isinstance(config, RecurrentStepAC.Config):
+        return config.layers != "none"
+    return config is not None

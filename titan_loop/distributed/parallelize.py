@@ -21,6 +21,8 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop import compat
+from titan_loop.distributed.activation_checkpointing import recomputes_layers
+from titan_loop.distributed.compiled_visit import compiled_visit
 from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
     context_parallel_refusals,
@@ -114,7 +116,8 @@ def parallelize_loop_decoder(
             logger.info("activation_checkpoint: off, a frozen stack keeps no activations")
     elif ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
+    compiled = compile_config.enable and "model" in compile_config.components
+    if compiled:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":
             if model.tells_step:  # its layers may need a graph for each step: not a mistake
@@ -124,6 +127,7 @@ def parallelize_loop_decoder(
             apply_compile(parts, compile_config=compile_config, parallel_dims=parallel_dims)
         else:
             warn_together(logger, "compile.enable: %s found; running eagerly", missing)
+            compiled = False
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     low = param_dtype != TORCH_DTYPE_MAP[training.dtype]
@@ -132,6 +136,8 @@ def parallelize_loop_decoder(
         warn_together(logger, "fsdp.fp32_visit_sum has no effect: visits are summed in fp32 anyway")
     if alone and not (low and parallelism.spmd_backend == "spmd_types"):
         _join_matrices(model, param_dtype if low else None)
+        if compiled and model.compiled_parts() is model and not recomputes_layers(ac_config):
+            model.compiled_visit = compiled_visit(compile_config.backend)
         return model  # nothing to shard, and FSDP copies even at size 1
     if fsdp.policy == "auto":
         available = _smallest_device_bytes()

@@ -18,9 +18,9 @@ norm after a step and after the coda.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,11 @@ from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.replay import EXIT_STEP, ReplayedKeys
 from titan_loop.models.sharding import set_block_sharding, set_parts_sharding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
+
+Visit: TypeAlias = Callable[
+    [Sequence[nn.Module], Sequence[Joined | None], Tensor, LoopContext], Tensor
+]
+"""(layers, their joined matrices, input (B, L, D), context without cache) → output (B, L, D)."""
 
 
 class LoopDecoder(Decoder):
@@ -143,6 +148,8 @@ class LoopDecoder(Decoder):
         """Layers whose matrices training joins where they multiply the same input."""
         self.low_weights: LowWeights | None = None
         """On one device, what stands for the parameters in a lower dtype."""
+        self.compiled_visit: Visit | None = None
+        """Applies looped layers as one graph, where they are told neither step nor cache."""
         self.norm_placement = config.norm_placement
         self.scale = math.sqrt(config.dim) if config.scale_embeddings else config.embedding_scale
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
@@ -300,10 +307,14 @@ class LoopDecoder(Decoder):
     ) -> Tensor:
         """Apply layers one after the other; index + `shift` is a layer's number in the cache."""
         joined, context = context.joined or {}, context._replace(joined=None)
+        told = context.cache is not None or self.tells_step
+        if self.compiled_visit is not None and step is not None and not told:
+            modules = tuple(self.layers[str(index)] for index in layers)
+            matrices = tuple(joined.get(index) for index in layers)
+            return self.compiled_visit(modules, matrices, hidden_BLD, context)
         for index in layers:
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
-            unaddressed = context.cache is None and not self.tells_step
-            slot = None if unaddressed else CacheSlot(step, index + shift)
+            slot = CacheSlot(step, index + shift) if told else None
             more = {"joined": joined[index]} if index in joined else {}
             hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step, **more)
         return hidden_BLD

@@ -5,21 +5,32 @@
 A narrow, deep model on one window of few tokens, where nothing but the host's work takes time. The
 plain model is the one of `plain.py`: its row is 1 and the others are over it. `bf16` casts weights
 once a step, as on one GPU. Calls are those that the profiler sees, one inside another counted, too;
-they depend on no machine's speed.
+they depend on no machine's speed. On a CPU times are processor time of its one thread.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import timing
 import torch
 import torch.distributed as dist
 from conditions import begin
 from plain import PlainLoop
 from timing import in_turn, ratios, spread
 from torch.profiler import ProfilerActivity, profile
-from training_step import Job, batch, build, optimizer_step, start, step_parser, trainer_step
+from training_step import (
+    Job,
+    batch,
+    build,
+    device,
+    optimizer_step,
+    start,
+    step_parser,
+    trainer_step,
+)
 
 from titan_loop.families.ouro.model import OuroOptions
 
@@ -79,6 +90,8 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="count calls and time nothing")
     options = begin(parser, start=start)
     torch.set_num_threads(1)
+    if device().type == "cpu":
+        timing.clock = time.process_time
     steps = steps_of(options)
     for step in steps.values():
         for _ in range(2):  # the first makes the optimiser's state and compiles

@@ -46,7 +46,7 @@ class Job:
         model: Architecture.
         seq_len: Tokens per window.
         windows: Number of windows per rank.
-        compiled: Whether each layer is compiled.
+        compiled: Whether layers are compiled.
         checkpointing: Policy of activation checkpointing; None keeps all activations.
         masked: Whether attention gets the document mask, as in training on prepared text, even
             where plain causal attention would do.
