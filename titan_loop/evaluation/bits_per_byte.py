@@ -17,6 +17,7 @@ from titan_loop.evaluation.intervals import Interval, of_seeds
 
 Floats = NDArray[np.float64]
 
+_RESAMPLES = 2000
 _COUNTS_PER_CHUNK = 1 << 22  # 32 MiB, so that memory does not grow with the resamples
 
 
@@ -28,9 +29,7 @@ def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
     return float(np.sum(np.asarray(nats, dtype=np.float64))) / (math.log(2) * total_bytes)
 
 
-def bootstrap_bits_per_byte(
-    nats_RW: ArrayLike, bytes_W: ArrayLike, *, seed: int = 0, resamples: int = 2000
-) -> list[Interval]:
+def bootstrap_bits_per_byte(nats_RW: ArrayLike, bytes_W: ArrayLike) -> list[Interval]:
     """Return bits per byte of every row with a 95 % percentile bootstrap interval over units.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
@@ -40,7 +39,7 @@ def bootstrap_bits_per_byte(
     # Units without a byte (windows of padding) would let a replicate divide by zero.
     nats, n_bytes = nats[:, n_bytes > 0], n_bytes[n_bytes > 0]
     values = [bits_per_byte(row, n_bytes) for row in nats]
-    replicates = _replicates(nats, n_bytes, seed=seed, resamples=resamples)
+    replicates = _replicates(nats, n_bytes)
     low, high = np.quantile(replicates, [0.025, 0.975], axis=1)
     return [Interval(*map(float, triple)) for triple in zip(values, low, high, strict=True)]
 
@@ -60,7 +59,7 @@ def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike
     difference_SW, n_bytes = difference_SW[:, n_bytes > 0], n_bytes[n_bytes > 0]
     mean_1W = difference_SW.mean(axis=0, keepdims=True)
     value = bits_per_byte(mean_1W[0], n_bytes)
-    replicates = _replicates(mean_1W, n_bytes, seed=0, resamples=2000)
+    replicates = _replicates(mean_1W, n_bytes)
     if len(difference_SW) > 1:
         by_seed = [bits_per_byte(row, n_bytes) for row in difference_SW]
         return of_seeds(by_seed, float(replicates.var()))
@@ -68,14 +67,14 @@ def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike
     return Interval(value, float(low), float(high))
 
 
-def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
+def _replicates(nats_RW: Floats, bytes_W: Floats) -> Floats:
     """Return bits per byte of every row, (R, resamples)."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     units = len(bytes_W)
     chunks: list[Floats] = []
     most = max(_COUNTS_PER_CHUNK // units, 1)
-    for done in range(0, resamples, most):
-        size = min(most, resamples - done)
+    for done in range(0, _RESAMPLES, most):
+        size = min(most, _RESAMPLES - done)
         counts = generator.multinomial(units, np.full(units, 1 / units), size=size)
         chunks.append(counts @ nats_RW.T / (math.log(2) * (counts @ bytes_W))[:, None])
     return np.concatenate(chunks).T

@@ -121,7 +121,6 @@ class _Evaluation:
         self._readings = self._make_readings(frontier=frontier)
 
     def run(self) -> TaskReport:
-        """Ask the tasks one by one."""
         for task in self._options.suite_tasks():
             before = {*self._report.tasks}
             try:

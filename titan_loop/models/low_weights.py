@@ -109,7 +109,6 @@ class LowWeights:
         return joined
 
     def _gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Take the gradients of all leaves."""
         for parameter, leaf in self._leaves.items():
             if leaf.grad is not None:
                 yield parameter, leaf.grad

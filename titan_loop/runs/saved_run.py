@@ -262,7 +262,6 @@ class SavedRun:
 
     @property
     def _pipeline_tokenizer(self) -> Path | None:
-        """The tokenizer that a run with `dataloader.pipeline` names."""
         options = self._option("dataloader", {})
         return self.found(options["tokenizer_path"]) if options.get("pipeline") else None
 

@@ -135,7 +135,6 @@ class LoopTrainer(Trainer):
         return self.stop_listener.requested_by is not None
 
     def _skipping(self) -> Callback:
-        """Return the callback that reacts to skipped steps."""
         config, asked = self.config, self.config.stability
         if asked.skip_spikes:
             return SpikeSkipping(asked, self.device, RunDirectory(config.dump_folder))

@@ -117,7 +117,6 @@ def _trained_on(run: SavedRun) -> str:
 
 
 def _points(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the points of one run."""
     from titan_loop.models.family import decoder_config  # slow: imports torchtitan
 
     run = SavedRun(folder)

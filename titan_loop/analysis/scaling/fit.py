@@ -118,7 +118,6 @@ class _Problem:
         return [start for _, _, start in sorted(scored, key=lambda item: item[:2])[:count]]
 
     def refine(self, start: np.ndarray) -> Any:
-        """Return scipy's solution from a start."""
         from scipy.optimize import least_squares
 
         measured = np.log(self._points.loss)
@@ -137,11 +136,9 @@ class _Problem:
         )
 
     def packed(self, values: Mapping[str, float]) -> np.ndarray:
-        """Return coefficients as a vector."""
         return self._logs(np.array([values[name] for name in self._law.coefficients]))
 
     def values(self, vector: np.ndarray) -> dict[str, float]:
-        """Return the coefficients of a vector."""
         return {name: float(value) for name, value in self._plain(vector).items()}
 
     def _logs(self, plain: np.ndarray) -> np.ndarray:

@@ -66,10 +66,10 @@ class Findings:
 
 
 def open_task(
-    run: Path, strata: Sequence[str], questions: int, *, least: int = 1, use: Use = "analyse"
+    run: Path, strata: Sequence[str], questions: int, *, use: Use = "analyse"
 ) -> tuple[Loaded, Task, list[str]]:
     """Return a run on a generated task, the task, and the names of its strata to ask."""
-    require_at_least(least, questions=questions)
+    require_at_least(1, questions=questions)
     loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])
     if task is None:

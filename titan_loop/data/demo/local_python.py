@@ -31,6 +31,7 @@ from titan_loop.storage.json_files import write_json
 logger = logging.getLogger(__name__)
 
 DOMAINS = ("code", "prose", "math")
+_MODULUS, _MOST_OPERATIONS = 23, 10  # of the arithmetic in math
 CARD = "card.json"
 """Written last: without it a corpus is incomplete."""
 
@@ -145,10 +146,10 @@ def _fill(domains: Mapping[str, _Domain]) -> None:
         domain.add(seen, file.package, document_identity(file), text)
 
 
-def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:
+def mano_text(key: int, questions: int) -> str:
     """Return a document of solved questions, one a line, with "=" in place of `<ans>`."""
-    drawn = Mano(modulus, max_operations).questions(key)
-    lines = [f"Prefix expressions modulo {modulus}, with their number of operations and value."]
+    drawn = Mano(_MODULUS, _MOST_OPERATIONS).questions(key)
+    lines = [f"Prefix expressions modulo {_MODULUS}, with their number of operations and value."]
     for _, question in zip(range(questions), drawn, strict=False):
         body = " ".join(str(symbol) for symbol in question.expression)
         lines.append(f"len_{question.operations} {body} = {question.answer}")

@@ -139,7 +139,6 @@ def _statistics(pipeline: Pipeline) -> dict[str, Counter[str]]:
 
 
 def _text_hashes(folder: Path, tokenizer: "Tokenizer") -> Iterator[bytes]:
-    """Yield a hash of each document's ids."""
     for path in folder.glob(_SHARDS):
         ids = np.memmap(path, dtype=f"<u{token_bytes(tokenizer)}", mode="r")
         ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)

@@ -227,7 +227,6 @@ class _Gradients:
         self.hidden_grad_TD[chunk] = hidden_grad_CD
 
     def all(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the order of `backward`."""
         encoder_grad_VD = None if self.tied else self.encoder_grad_VD.to(self.encode_VD.dtype)
         decoder_grad_VD = self.decoder_grad_VD.to(self.decode_VD.dtype)
         return self.hidden_grad_TD, decoder_grad_VD, encoder_grad_VD, None
