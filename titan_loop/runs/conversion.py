@@ -55,7 +55,7 @@ def remade_run(
     entries: Callable[[CheckpointReader, ModelOptions], Mapping[str, LazyTensor]],
     how: Mapping[str, Any],
 ) -> Path:
-    """Write a new run with one checkpoint of step 0: a model of another family, made of a parent's.
+    """Write a run of a model of another family, made of a parent's; return its only checkpoint.
 
     Args:
         parent: Run (its newest checkpoint is taken) or a checkpoint.
@@ -63,12 +63,7 @@ def remade_run(
         entries: Returns the new model's tensors, of the parent's checkpoint and the new options.
         how: Its lineage, beside the parent.
 
-    Returns:
-        The new checkpoint.
-
-    Raises:
-        UserError: As `options`; `output` is not empty, or the checkpoint is not of the run's
-            architecture.
+    Raises as `options` does, and if `output` is not empty or the checkpoint of another model.
     """
     run = SavedRun.open(parent)
     source = run.checkpoint()

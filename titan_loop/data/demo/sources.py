@@ -33,9 +33,6 @@ def demo_sources(
         math_megabytes: Size of the mathematics, likewise.
         held_out_fraction: Share of documents that are never trained on, in [0, 1).
         vocab_size: Number of tokens, special ones and the 256 bytes included.
-
-    Returns:
-        Paths of the sources.
     """
     text, tokenizer = output / "text", output / TOKENIZER_NAME
     if not (text / CARD).exists():

@@ -42,9 +42,6 @@ def pack_source(
         source: Folder of the source.
         seq_len: Number of predicted tokens per window, L.
         long_documents: Refuse documents of more than L + 1 tokens, or split them.
-
-    Returns:
-        The card of the index of every split.
     """
     source = Path(source)
     if not 1 <= seq_len <= _LARGEST_WINDOW:

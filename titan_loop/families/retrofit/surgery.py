@@ -266,16 +266,10 @@ def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[
 
 
 def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[str]) -> Path:
-    """Write a new run with one checkpoint of step 0, the looped model.
+    """Write a new run with one checkpoint of step 0, the looped model; return that checkpoint.
 
     Its configuration is the dense run's with the new model; its `lineage.retrofit` has the fields
-    of `surgery`.
-
-    Returns:
-        The new checkpoint.
-
-    Raises:
-        UserError: As `opened`; `output` is not empty, or the spans do not fit.
+    of `surgery`. Raises as `opened` does, and if `output` is not empty or the spans do not fit.
     """
     with opened(path, command) as (dense, lineage):
         options = surgery.options(dense.options)
