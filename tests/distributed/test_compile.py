@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -40,16 +40,19 @@ def parallelized(
     *,
     backend: Any = "inductor",
     policy: ActivationCheckpointing.Config | None = None,
+    dtype: Literal["bfloat16", "float32"] = "float32",
+    graphs: bool = False,
 ) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     return parallelize_loop_decoder(
         model,
         parallel_dims=ParallelDims.from_config(parallelism, 1),
-        training=TrainingConfig(mixed_precision_param="float32"),
+        training=TrainingConfig(mixed_precision_param=dtype),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=enable, components=["model"], backend=backend),
         ac_config=policy,
         dump_folder="",
+        graphs=graphs,
     )
 
 

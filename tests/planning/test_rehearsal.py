@@ -11,12 +11,12 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torchtitan.config import CompileConfig
 
 from tests.distributed.sharded_model import expected_counts
 from tests.support.tiny import SEQ_LEN, tiny_config
 from titan_loop.cli.main import main
 from titan_loop.distributed.activation_checkpointing import SelectiveAC
+from titan_loop.distributed.compiler import LoopCompileConfig
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.planning import rehearsal
 from titan_loop.planning.cluster import Cluster
@@ -51,7 +51,7 @@ def stage(**parallelism: int) -> LoopTrainer.Config:
         config.model.vocab_size = 512
         config.model.n_layers, config.recurrence.steps = LAYERS, Schedule.constant(2)
         config.training.local_batch_size = 1
-        config.compile = CompileConfig(enable=False)
+        config.compile = LoopCompileConfig(enable=False)
     return config
 
 
@@ -90,7 +90,7 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
     config = stage(context_parallel=2)
     config.activation_checkpoint = SelectiveAC.Config()
-    config.compile = CompileConfig(enable=True, components=["model"])
+    config.compile = LoopCompileConfig(enable=True, components=["model"])
     counters.clear()
     measured = step_of(config)
     assert measured.micro_batches == 2

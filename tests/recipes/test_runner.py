@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.support.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.cli import main
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.distributed.compiler import LoopCompileConfig
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
@@ -237,7 +238,8 @@ def test_no_stage_inherits_the_recompilations_of_those_before(source, tmp_path):
     for number in range(1, 4):
         config = tiny_config(source, tmp_path, steps=2)
         config.model.dim, config.model.n_heads = 16 * number, number
-        config.compile = CompileConfig(enable=True, components=["model"], backend="eager")
+        config.compile = LoopCompileConfig(enable=True, components=["model"], backend="eager")
+        config.activation_checkpoint = FullAC.Config()  # each layer is compiled by itself
         stages.append(Stage(name=f"s{number}", config=config))
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=2):

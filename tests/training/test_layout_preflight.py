@@ -1,9 +1,12 @@
 """Batches that do not split over the ranks, layouts of float8, and the bytes of a rank's states."""
 
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
+from torchtitan.distributed.activation_checkpoint import FullAC
 
+from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.training.batch_schedule import BatchConfig
@@ -43,6 +46,32 @@ def test_the_fix_of_an_uneven_batch(batches, local_batch, ranks, tensor_parallel
     config.parallelism.tensor_parallel_degree = tensor_parallel
     (refusal,) = batch_refusals(config, world_size=ranks)
     assert fix in str(refusal)
+
+
+GRAPHS = [
+    ({}, 1, None),
+    ({"compile.enable": False}, 1, "captures compiled layers; set --compile.enable, or leave it"),
+    ({}, 2, "weights that FSDP gathers within a visit with 2 ranks; change it"),
+    ({"training.enable_cpu_offload": True}, 1, "with training.enable_cpu_offload=True; change"),
+    ({"model.attention": "varlen"}, 1, "of model.attention=varlen; use sdpa, or leave it False"),
+    ({"activation_checkpoint": FullAC.Config()}, 1, "what activation_checkpoint:full recomputes"),
+    ({"trainable": "exit_gate"}, 1, "which trainable=exit_gate freezes; leave it False"),
+    ({"model": MoEOptions(attention="sdpa")}, 1, "model.family=moe, whose visits depend on step"),
+]
+
+
+@pytest.mark.parametrize(("changed", "ranks", "words"), GRAPHS)
+def test_visits_that_graphs_cannot_hold(changed, ranks, words):
+    config = config_of(8)
+    config.compile.enable = config.compile.graphs = True
+    config.model.attention = "sdpa"
+    for name, value in changed.items():
+        owner, _, field = name.rpartition(".")
+        setattr(attrgetter(owner)(config) if owner else config, field, value)
+    model = decoder_config(replace(config.model, attention="sdpa"), max_seq_len=WINDOW)
+    found = [*map(str, layout_refusals(config, model, ranks))]
+    assert [each.startswith("compile.graphs=True c") for each in found] == [True] * bool(words)
+    assert words is None or words in found[0]
 
 
 @pytest.mark.parametrize(

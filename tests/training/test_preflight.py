@@ -41,6 +41,8 @@ VALUES: list[tuple[str, Any, str]] = [
     ("training.steps", -1, r"training\.steps=-1 must be at least 0; 0 means no limit"),
     ("training.seq_len", 0, r"training\.seq_len=0 must be at least 1"),
     ("training.enable_cpu_offload", True, "=True moves weights off a GPU, and there is none"),
+    ("training.disable_cuda_graphs", False, r"follow R and schedules; use --compile\.graphs"),
+    ("compile.graphs", True, r"compile\.graphs=True replays CUDA graphs, and there is no CUDA"),
     ("training.global_batch_size", 64, "=64 must be -1; set --batch.global-batch-tokens"),
     ("training.local_batch_size", 3, r"8 windows does not divide by local_batch_size=3"),
     ("profiler.enable_memory_snapshot", True, "snapshot=True records CUDA allocations"),

@@ -3,7 +3,10 @@
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from torchtitan.config import CompileConfig
 
 _EMULATES = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"  # torch's own default
 _SET_BY_A_STAGE = (
@@ -12,6 +15,15 @@ _SET_BY_A_STAGE = (
     ("torch._inductor.config", "_micro_pipeline_tp", False),
     ("torch._inductor.config", "emulate_precision_casts", _EMULATES),
 )
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopCompileConfig(CompileConfig):
+    """torchtitan's settings of compilation, and CUDA graphs."""
+
+    graphs: bool = False
+    """Replay visits of the stack as CUDA graphs, forward and backward: on one GPU, where the host
+    takes longer than small layers do. Not yet run on a GPU."""
 
 
 def missing_compiler(device_type: str) -> str | None:

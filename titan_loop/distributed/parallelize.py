@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop import compat
 from titan_loop.distributed.activation_checkpointing import recomputes_layers
+from titan_loop.distributed.captured_visits import CapturedVisits
 from titan_loop.distributed.compiled_visit import compiled_visit
 from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
@@ -94,10 +95,12 @@ def parallelize_loop_decoder(
     dump_folder: str,
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
+    graphs: bool = False,
 ) -> LoopDecoder:
     """Parallelize `model` in place, best on the meta device; torchtitan's `parallelize_fn`.
 
     Call `reshard_units` after the last backward pass of a step: FSDP may hold layers until then.
+    `graphs` is `compile.graphs`, which preflight refuses where visits cannot be captured.
     """
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
@@ -135,9 +138,14 @@ def parallelize_loop_decoder(
     if fsdp.fp32_visit_sum and (alone or param_dtype == torch.float32):
         warn_together(logger, "fsdp.fp32_visit_sum has no effect: visits are summed in fp32 anyway")
     if alone and not (low and parallelism.spmd_backend == "spmd_types"):
-        _join_matrices(model, param_dtype if low else None)
-        if compiled and model.compiled_parts() is model and not recomputes_layers(ac_config):
+        # Graphs hold the addresses of weights, and fp32 ones are joined anew in every pass.
+        if low or not graphs:
+            _join_matrices(model, param_dtype if low else None)
+        if compiled and model.config.whole_visits and not recomputes_layers(ac_config):
             model.compiled_visit = compiled_visit(compile_config.backend)
+            if graphs:
+                model.compiled_visit = captured = CapturedVisits(model.compiled_visit)
+                model.register_forward_pre_hook(lambda *_: captured.begin_pass())
         return model  # nothing to shard, and FSDP copies even at size 1
     if fsdp.policy == "auto":
         available = _smallest_device_bytes()

@@ -124,6 +124,11 @@ class LoopDecoder(Decoder):
             parts = (self.embedding_dropout, *(layer.dropout for layer in self.layers))
             return any(part is not None for part in parts)
 
+        @property
+        def whole_visits(self) -> bool:
+            """Whether a visit only applies layers, untold of the step; it is then one graph."""
+            return True
+
         def check_spreading(
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:

@@ -243,7 +243,7 @@ def _without_files(needs: StageNeeds, folder: str) -> LoopTrainer.Config:
     config.stability = StabilityConfig()  # its verdicts read values
     config.profiler.enable_profiling = config.profiler.enable_memory_snapshot = False
     config.training.disable_cuda_graphs = True
-    config.compile.backend = "aot_eager"
+    config.compile.backend, config.compile.graphs = "aot_eager", False
     return config
 
 

@@ -19,7 +19,6 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import Configurable
 from torchtitan.config.configs import (
     CommConfig,
-    CompileConfig,
     DebugConfig,
     ParallelismConfig,
     TrainingConfig,
@@ -35,6 +34,7 @@ from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
+from titan_loop.distributed.compiler import LoopCompileConfig
 from titan_loop.distributed.float8 import Float8
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.dense import DenseOptions
@@ -151,8 +151,8 @@ def _default_training() -> TrainingConfig:
     )
 
 
-def _default_compilation() -> CompileConfig:
-    return CompileConfig(enable=compat.device_type() == "cuda", components=["model"])
+def _default_compilation() -> LoopCompileConfig:
+    return LoopCompileConfig(enable=compat.device_type() == "cuda", components=["model"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,7 +220,7 @@ class RunConfig(Trainer.Config):
         default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     )
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    compile: CompileConfig = field(default_factory=_default_compilation)
+    compile: LoopCompileConfig = field(default_factory=_default_compilation)
     activation_checkpoint: ActivationCheckpointingConfig = None
     float8: Float8 = "off"
     """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a

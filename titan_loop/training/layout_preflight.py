@@ -9,6 +9,7 @@ from functools import partial
 
 import titan_loop.compat as compat  # before any torchtitan module
 
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.distributed.float8 import float8_linears
 from titan_loop.distributed.parallelize import parallelism_refusals
 from titan_loop.distributed.state_bytes import StateBytes, state_bytes
@@ -45,6 +46,8 @@ def layout_refusals(
         yield Refusal.of("activation_checkpoint.preserve_rng_state", False, problem)
     if config.float8 != "off":
         yield from _float8_refusals(config, model)
+    if config.compile.graphs:
+        yield from _graph_refusals(config, model, world_size)
 
 
 def _float8_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
@@ -65,6 +68,37 @@ def _float8_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[R
     # Tensor cores need it.
     if uneven := [f"{name} are {size}" for name, size in sides.items() if size % 16]:
         yield refuse(f"needs multiples of 16, and {uneven[0]}", "change it, or leave it off")
+
+
+def _graph_refusals(
+    config: RunConfig, model: LoopDecoder.Config, world_size: int
+) -> Iterator[Refusal]:
+    """Refuse visits that CUDA graphs cannot hold."""
+    refuse = partial(Refusal.of, "compile.graphs", True)
+    off = "or leave it False"
+    if not config.compile.enable or "model" not in config.compile.components:
+        yield refuse("captures compiled layers", f"set --compile.enable, {off}")
+    gathers = {
+        f"{world_size} ranks": world_size > 1,
+        "training.enable_cpu_offload=True": config.training.enable_cpu_offload,
+        "parallelism.spmd_backend=spmd_types": config.parallelism.spmd_backend == "spmd_types",
+    }
+    for cause in [each for each, found in gathers.items() if found][:1]:
+        problem = f"cannot capture the weights that FSDP gathers within a visit with {cause}"
+        yield refuse(problem, f"change it, {off}")
+    if (kernel := config.model.attention) != "sdpa":
+        problem = f"cannot capture masks whose form the data decide, of model.attention={kernel}"
+        yield refuse(problem, f"use sdpa, {off}")
+    if not model.whole_visits:
+        problem = f"cannot capture model.family={model.family}, whose visits depend on step or data"
+        yield refuse(problem, "leave it False")
+    if (policy := checkpointing_of(config.activation_checkpoint)) != "none":
+        yield refuse(
+            f"cannot capture what activation_checkpoint:{policy} recomputes", f"use none, {off}"
+        )
+    if config.trainable != "all":
+        problem = f"captures gradients of layers, which trainable={config.trainable} freezes"
+        yield refuse(problem, "leave it False")
 
 
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:

@@ -52,7 +52,7 @@ _UPSTREAM: Mapping[str, Any] = {
     "training.global_batch_size": Annotated[Literal[-1], Hint("set --batch.global-batch-tokens")],
     "training.disable_cuda_graphs": Annotated[
         Literal[True],
-        Hint("a captured graph cannot follow changing recurrent steps, schedules and label counts"),
+        Hint("a graph of a whole step cannot follow R and schedules; use --compile.graphs"),
     ],
     "training.dtype": Annotated[
         Literal["float32"],
@@ -175,6 +175,9 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
     if config.training.enable_cpu_offload:
         problem = "moves weights off a GPU, and there is none; leave it False"
         yield Refusal.of("training.enable_cpu_offload", True, problem)
+    if config.compile.graphs:
+        problem = "replays CUDA graphs, and there is no CUDA; leave it False"
+        yield Refusal.of("compile.graphs", True, problem)
     if config.profiler.enable_memory_snapshot:
         problem = "records CUDA allocations, and there is no CUDA; leave it False"
         yield Refusal.of("profiler.enable_memory_snapshot", True, problem)

@@ -75,7 +75,12 @@ def resolve(
     assert chosen is not None
     config, model = _copied(config), chosen.config
     asked, config.model = config.model, chosen.options
-    spread = partial(parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable)
+    spread = partial(
+        parallelize_loop_decoder,
+        fsdp=config.fsdp,
+        trainable=config.trainable,
+        graphs=config.compile.graphs,
+    )
     unused = dict.fromkeys(("pipelining_fn", "post_optimizer_build_fn", "state_dict_adapter"))
     built = model if config.float8 == "off" else in_float8(model, config.float8)
     config.model_spec = ModelSpec(

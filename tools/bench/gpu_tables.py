@@ -167,14 +167,20 @@ def throughput(place: Place) -> list[Row]:
 
 
 def compilation(place: Place) -> list[Row]:
-    """Train without compiling, compiling with an empty cache, and with a full one."""
+    """Train without compiling, with an empty cache and with a full one; and with CUDA graphs."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(place.rows_of("compilation") / "compiled")}
     absent = "kernels are not compiled on a CPU, so there is no cache" if place.on_cpu else ""
-    on = compiled(place)
+    on, few = compiled(place), {"size": "134m", "windows": 1}  # few tokens, so that the host counts
+    sdpa = ("--model.attention", "sdpa")
+    no_graphs = NEEDS_CUDA if place.on_cpu else ""
     return [
         trained(place, "off", "--compile.no-enable"),
         trained(place, "on, cold", *on, environment=cache),
         trained(place, "on, warm", *on, environment=cache, absent=absent),
+        trained(place, "134m, sdpa", *on, *sdpa, **few),
+        trained(
+            place, "134m, sdpa, graphs", *on, *sdpa, "--compile.graphs", absent=no_graphs, **few
+        ),
     ]
 
 
@@ -378,8 +384,8 @@ TABLES = {
         ),
         Table(
             name="compilation",
-            question="Speed and start with and without compiled layers",
-            seconds=150,
+            question="Speed and start with and without compiled layers, and with CUDA graphs",
+            seconds=240,
             uses=ONE_GPU,
             rows=compilation,
         ),

@@ -49,6 +49,11 @@ class AdaptiveDecoder(GPT2Decoder):
         decay_controls: bool = False
 
         @property
+        def whole_visits(self) -> bool:
+            """As in the base class: a layer decides how often it runs."""
+            return False
+
+        @property
         def aux(self) -> tuple[str, ...]:
             """The layers' iterations, if a layer may run more than one."""
             return ("iterations",) if self.layers[0].iterations > 1 else ()

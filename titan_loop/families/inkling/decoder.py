@@ -201,6 +201,11 @@ class InklingDecoder(LoopDecoder):
                 )
 
         @property
+        def whole_visits(self) -> bool:
+            """As in the base class: experts are not compiled."""
+            return False
+
+        @property
         def hidden_dim(self) -> int:
             """Width of an expert."""
             return self.layers[0].mixture.routed_experts.inner_experts.hidden_dim

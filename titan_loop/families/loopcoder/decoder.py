@@ -165,6 +165,11 @@ class LoopCoderDecoder(LoopDecoder):
     class Config(LoopDecoder.Config):
         """Layers are `LoopCoderBlock`s."""
 
+        @property
+        def whole_visits(self) -> bool:
+            """As in the base class: a layer also hands keys on to later steps."""
+            return False
+
         def set_layer_sharding(self, layer: LoopCoderBlock.Config, *, enable_sp: bool) -> None:
             """As in the base class; a gate goes with its head."""
             LoopDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)

@@ -96,6 +96,11 @@ class SparseConfig(LoopDecoder.Config):
     bias_rate: float
     expert_parallel: bool
 
+    @property
+    def whole_visits(self) -> bool:
+        """As in the base class: experts are not compiled."""
+        return False
+
     def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
         """As in the base class; experts are placed by the degree of expert parallelism."""
         self.expert_parallel = config.parallelism.expert_parallel_degree > 1

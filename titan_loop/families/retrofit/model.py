@@ -123,6 +123,11 @@ class RetrofitDecoder(LoopDecoder):
                     part.set_sharding(enable_sp=enable_sp)
 
         @property
+        def whole_visits(self) -> bool:
+            """As in the base class: adapters are told the step."""
+            return self.adapters is None
+
+        @property
         def keeps_prelude(self) -> bool:
             """Whether the carry has the prelude's output beside the state."""
             return self.bridge is not None or self.mixer is not None
