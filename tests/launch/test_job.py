@@ -114,7 +114,9 @@ def test_a_check_must_start_and_then_end_in_time(
 ):
     """Importing torch on every node may take longer than the check itself."""
     monkeypatch.setattr(job, "_START_SECONDS", 60 if starts else 0.2)
-    with job._Steps(one_job(tmp_path), ALLOCATION, cast(Scheduler, scheduler)) as steps:
+    with job._Steps(
+        one_job(tmp_path, save_seconds=1), ALLOCATION, cast(Scheduler, scheduler)
+    ) as steps:
         command = ["sleep", str(seconds)]
         limit = 0.2 if seconds else 60.0
         assert steps.run(command, os.environ, limit=limit, started=lambda: starts) == code
