@@ -125,10 +125,13 @@ POLICIES = {
 }
 
 
-# Every policy with one cache, and every cache with one policy.
+# Every policy with one cache, and every cache with tokens that leave and tokens that do not.
 @pytest.mark.parametrize(
     ("kv_cache", "policy"),
-    [*((STRATEGIES[0], policy) for policy in POLICIES), *((each, "q") for each in STRATEGIES[1:])],
+    [
+        *((STRATEGIES[0], policy) for policy in POLICIES),
+        *((each, policy) for each in STRATEGIES[1:] for policy in ("q", "static")),
+    ],
 )
 def test_every_cache_and_policy_equals_the_float64_reference(model, kv_cache, policy):
     """Batched and ragged, rows drift apart in their steps; the reference decodes one row alone."""
