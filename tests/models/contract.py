@@ -13,7 +13,7 @@ LAYOUTS = {
     "qwen3": "tp2",
     "olmo2": "tp2 tp2-no-sp",
     "gemma2": "tp2 cp2",
-    "gemma3": "dp2-tp2",
+    "gemma3": "tp2",
     "smollm3": "tp2-no-sp",
     "granite": "tp2",
     "phi3": "tp2",
@@ -31,12 +31,12 @@ CONTRACT = Contract(
                 options=(("norm_placement", "every_step"),),
                 checkpointing="selective",
             ),
-            "dp2-tp2",
+            "tp2",
         ),
         "gated": (case(checkpointing="full", fsdp=HELD), "tp2-no-sp"),
         "split": (
             case(exit_gate=False, options=tuple(SPLIT.items()), backward_steps=2),
-            "tp2 hsdp2x2",
+            "tp2 dp2",
         ),
         **{
             name: (case(exit_gate=False, options=tuple(BLOCKS[name].items())), layouts)
@@ -44,7 +44,6 @@ CONTRACT = Contract(
         },
     },
     compiled={
-        "one layer": Compiled(DenseOptions(n_layers=1)),
         "gemma3": Compiled(DenseOptions(**BLOCKS["gemma3"])),
     },
     generated={

@@ -34,7 +34,7 @@ def rehearsed(options: type[DecodingOptions], config: LoopTrainer.Config) -> Non
 
 CONTRACT = Contract(
     parity={
-        "disco": (disco(exit_gate=False, options=()), "dp2 tp2 hsdp2x2-cp2"),
+        "disco": (disco(exit_gate=False, options=()), "dp2 tp2 cp2"),
         "disco-learned-full": (
             disco(options=(*LEARNED, ("top_k", 5), ("temperature", 0.5)), checkpointing="full"),
             "tp2-no-sp cp2",
@@ -54,7 +54,7 @@ CONTRACT = Contract(
                 reshard="always",
                 checkpointing="selective",
             ),
-            "dp2-cp2-tp2",
+            "cp2-tp2",
         ),
         "ponder-never": (
             ponder(

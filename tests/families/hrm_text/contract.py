@@ -45,7 +45,7 @@ CONTRACT = Contract(
         "all": (case(exit_gate=False, options=()), "tp2"),
         "truncated": (
             case(exit_gate=False, steps=(3, 2), backward_steps=4, checkpointing="recurrent-step"),
-            "hsdp2x2 cp2",
+            "dp2 cp2",
         ),
         "held-tied": (
             case(

@@ -13,7 +13,7 @@ from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 
 NEAR = {"loop_window": 5}
-case = partial(Case, family=LoopCoderOptions, steps=(3, 1, 2), options=tuple(NEAR.items()))
+case = partial(Case, family=LoopCoderOptions, steps=(2, 1), options=tuple(NEAR.items()))
 
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
@@ -29,7 +29,7 @@ CONTRACT = Contract(
         "loop": (case(exit_gate=False), "tp2 cp2"),
         "truncated": (
             case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
-            "hsdp2x2",
+            "dp2",
         ),
         "held-tied": (
             case(tie_weights=True, exit_gate=False, fsdp=HELD, checkpointing="full"),

@@ -36,7 +36,7 @@ CONTRACT = Contract(
     parity={
         "bridge": case("tp2 cp2", {"bridge": True}, fsdp=HELD),
         "truncated": case(
-            "dp2-tp2",
+            "dp2",
             {"bridge": True, "damping": 2},
             tie_weights=True,
             backward_steps=2,

@@ -68,7 +68,7 @@ CONTRACT = Contract(
         "noise": case("tp2-no-sp", "recurrent-step", start_state="normal"),
         "shared": case("tp2", states="shared", low_cycles=2),
         "split": case("cp2", "full", n_layers=4, states="split", low_cycles=2, core_passes=2),
-        "untied": case("dp2-tp2", n_layers=4, untied_steps=2, start_state="input"),
+        "untied": case("tp2", n_layers=4, untied_steps=2, start_state="input"),
     },
     generated={
         "diagonal": generated(),
