@@ -60,6 +60,7 @@ REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split
 
 outcomes: dict[str, Counter[str]] = {}
 failures: list[str] = []
+seconds: Counter[str] = Counter()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -186,6 +187,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds[report.nodeid.partition("::")[0]] += report.duration
     if report.when == "call" or report.outcome != "passed":
         # A test whose worker died has a report that was not made above.
         for name in getattr(report, "markers", None) or ["unmarked"]:
@@ -202,6 +204,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if len(seconds) > 10:
+        terminalreporter.section("ten slowest files")
+        for file, taken in seconds.most_common(10):
+            terminalreporter.write_line(f"{taken:6.1f} s  {file}")
     terminalreporter.section("tests per marker")
     for name, counts in sorted(outcomes.items()):
         text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
