@@ -7,6 +7,7 @@
 #
 # Two files run at a time; -n 0 runs them one after another in this process, as --pdb needs.
 # A test that takes twenty minutes hangs: every thread's stack is printed, and the session ends.
+# The ten slowest files are printed at the end.
 # TITAN_LOOP_REQUIRE=multiprocess,… forbids to skip tests so marked.
 set -euo pipefail
 
