@@ -158,6 +158,8 @@ def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
         ("dropped", (1, 1, 1), ()),
         ("tied", (0, 2, 0), ("--rank", "4")),
     ):
+        if mode == "dropped" and "windowed_layers" not in block:
+            continue  # equal layers are dropped alike
         flags = [
             f"--{part}={n}" for part, n in zip(("prelude", "core", "coda"), layers, strict=True)
         ]
