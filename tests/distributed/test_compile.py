@@ -130,7 +130,7 @@ POLICIES = {
 @DYNAMO_WARNS
 def test_visits_share_a_compilation_for_each_window_and_each_mode():
     """R is outside: 1 to 8 steps of two layers, two windows and two modes take four graphs."""
-    model = parallelized(model_of(), True, backend="eager", policy=RecurrentStepAC.Config())
+    model = parallelized(model_of(), True, backend="aot_eager", policy=RecurrentStepAC.Config())
     torch._dynamo.reset()
     counters.clear()
     for window in (SEQ_LEN // 2, SEQ_LEN):
@@ -146,7 +146,7 @@ def test_visits_share_a_compilation_for_each_window_and_each_mode():
     assert counters["stats"]["unique_graphs"] == 4
 
 
-@torch.no_grad()
+@DYNAMO_WARNS
 @pytest.mark.parametrize(
     ("policy", "entries"), [(None, 3), (RecurrentStepAC.Config(), 3), (SelectiveAC.Config(), 6)]
 )

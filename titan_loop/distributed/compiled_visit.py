@@ -35,7 +35,9 @@ def compiled_visit(backend: str) -> Visit:
             hidden_BLD = layer_of_a_kind(layer, matrices, hidden_BLD, context)
         return hidden_BLD
 
-    options: Any = {"recompile_limit": MOST_KINDS}  # torch's overloads lack it
+    # Of torch 2.13, a second length of windows that makes sizes symbolic fails with a KeyError in
+    # shared layers. Its overloads lack the limit.
+    options: Any = {"dynamic": False, "recompile_limit": MOST_KINDS}
     return torch.compile(visit, backend=backend, fullgraph=True, **options)
 
 

@@ -154,7 +154,7 @@ class LoopDecoder(Decoder):
         self.low_weights: LowWeights | None = None
         """On one device, what stands for the parameters in a lower dtype."""
         self.compiled_visit: Visit | None = None
-        """Applies looped layers as one graph, where they are told neither step nor cache."""
+        """Applies looped layers in training as one graph, untold of step and cache."""
         self.norm_placement = config.norm_placement
         self.scale = math.sqrt(config.dim) if config.scale_embeddings else config.embedding_scale
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
@@ -313,7 +313,9 @@ class LoopDecoder(Decoder):
         """Apply layers one after the other; index + `shift` is a layer's number in the cache."""
         joined, context = context.joined or {}, context._replace(joined=None)
         told = context.cache is not None or self.tells_step
-        if self.compiled_visit is not None and step is not None and not told:
+        # Evaluation has windows of many lengths, and each would be a graph of its own.
+        trains = step is not None and not told and torch.is_grad_enabled()
+        if self.compiled_visit is not None and trains:
             modules = tuple(self.layers[str(index)] for index in layers)
             matrices = tuple(joined.get(index) for index in layers)
             return self.compiled_visit(modules, matrices, hidden_BLD, context)
