@@ -1,4 +1,4 @@
-"""Visits on tensors that stay, as CUDA graphs replay them: here run without a graph."""
+"""Visits that are captured or compiled: their kinds, and that they generate the same."""
 
 import pytest
 import torch

@@ -47,6 +47,8 @@ class Generation:
         tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         context: Maximum tokens of prompt and completion; by default the trained window.
         dtype: Type of the weights.
+        compile: Compile the visits of generated tokens, on a CPU. The first tokens wait for it, up
+            to a minute; later starts find the code. It pays for long answers of small models.
     """
 
     prompt: UseAppendAction[tuple[str, ...]] = ()
@@ -66,6 +68,7 @@ class Generation:
     tokenizer: str | None = None
     context: int | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    compile: bool = False
 
     def check(self) -> None:
         """Raise `UserError` for settings that cannot work or have no effect, before loading."""
@@ -142,6 +145,7 @@ class _Session:
             exit_policy=policy,
             prefill_steps=generation.prefill_steps,
             speculation=None if draft is None else SelfSpeculation(draft, _DRAFT_TOKENS),
+            compile=generation.compile,
         )
         self.tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
         self.generator = torch.Generator().manual_seed(generation.seed)

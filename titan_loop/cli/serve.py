@@ -35,6 +35,8 @@ class Serving:
         kv_cache: Key-value cache: full, last, first, averaged, or
             the family's own.
         context: Maximum tokens of prompt and completion; by default the trained window.
+        compile: Compile the visits of generated tokens, on a CPU. The first answers wait for it, up
+            to a minute; later starts find the code. It pays for small models.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +49,7 @@ class Serving:
     recurrent_steps: int | None = None
     kv_cache: str = "full"
     context: int | None = None
+    compile: bool = False
 
     def check(self) -> None:
         """Raise `UserError` for settings that cannot work, before loading."""
@@ -133,7 +136,12 @@ def serve(loaded: "LoopModel", serving: Serving, *, name: str) -> "Served":
         encoder = None
     trained = loaded.recurrent_steps
     deepest = serving.recurrent_steps or trained
-    engine = ServingEngine(loaded.model, recurrent_steps=deepest, kv_cache=serving.kv_cache)
+    engine = ServingEngine(
+        loaded.model,
+        recurrent_steps=deepest,
+        kv_cache=serving.kv_cache,
+        compile=serving.compile,
+    )
     return Served(
         name=name,
         scheduler=Scheduler(engine, rows=serving.rows, queue=serving.queue),

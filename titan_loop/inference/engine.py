@@ -9,15 +9,17 @@ quality (Ouro §5.4.2). With `prefill_steps` it runs fewer, and a generated toke
 the keys of the last step that the prompt ran.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference.cache import LoopCache, cache_strategy
-from titan_loop.inference.captured import CapturedVisits
+from titan_loop.inference.captured import CapturedVisits, rounded_tokens
 from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
 from titan_loop.inference.rows import Batch, Completion, GeneratedToken, Request, Row
@@ -25,6 +27,8 @@ from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.inference.stack import Stack, Work
 from titan_loop.models.decoder import LoopDecoder
+
+logger = logging.getLogger(__name__)
 
 
 def require_prefill_steps(prefill_steps: int | None, recurrent_steps: int) -> None:
@@ -49,6 +53,7 @@ class Engine:
         prefill_steps: Number of recurrent steps P of the prompts, at most R; None for R. The last
             token of a prompt then runs again as a generated one does.
         speculation: Drafting with shallow steps; needs full depth and the full cache.
+        compile: Compile the visits of generated tokens, for a CPU: `compiled.py`.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Engine:
         exit_policy: ExitPolicy | None = None,
         prefill_steps: int | None = None,
         speculation: SelfSpeculation | None = None,
+        compile: bool = False,
     ) -> None:
         steps = model.recurrent_steps if recurrent_steps is None else recurrent_steps
         require_at_least(1, recurrent_steps=steps)
@@ -81,6 +87,11 @@ class Engine:
                 )
             if not isinstance(self.exit_policy, StaticStep):
                 raise UserError("draft_step verifies at a fixed depth; leave out exit")
+            if compile:
+                raise UserError("compile has no effect with draft_step; leave out one of them")
+        self._compiles = compile and self._can_compile()
+        self.stack.captures |= self._compiles
+        self._idle: tuple[LoopCache, CapturedVisits] | None = None
 
     @property
     def work(self) -> Work:
@@ -110,12 +121,8 @@ class Engine:
         places = len(waiting) if rows is None else min(rows, len(waiting))
         require_at_least(1, rows=rows)
         self.stack.work = Work()
-        cache = self.stack.make_cache(
-            self._strategy,
-            steps=self.recurrent_steps,
-            rows=places,
-            capacity=max(len(row.prompt) + row.remaining for row in waiting),
-        )
+        longest = max(len(row.prompt) + row.remaining for row in waiting)
+        cache, captured = self._memory(places, longest)
         batch = Batch(
             stack=self.stack,
             rows=[],
@@ -123,7 +130,7 @@ class Engine:
             decider=self._decider([]),
             sampling=sampling,
             recurrent_steps=self.recurrent_steps,
-            captured=self._captured(cache),
+            captured=None if self._hooked else captured,
         )
         while waiting or batch.rows:
             free = places - len(batch.rows)
@@ -138,6 +145,8 @@ class Engine:
             else:
                 yield from self.speculation.advance(batch)
             batch.drop_finished()
+        if captured is not None and self._compiles:
+            self._idle = cache, captured
 
     def complete(
         self,
@@ -153,12 +162,39 @@ class Engine:
             completions[event.row].add(event)
         return completions
 
+    def _can_compile(self) -> bool:
+        """Return whether visits can be compiled; log why not."""
+        device = self.stack.device.type
+        if device != "cpu":
+            logger.warning("compile has no effect on %s, which replays visits anyway", device)
+        elif missing := missing_compiler(device):
+            logger.warning("compile: %s found; running eagerly", missing)
+        else:
+            return True
+        return False
+
+    def _memory(self, rows: int, capacity: int) -> tuple[LoopCache, CapturedVisits | None]:
+        """Return an empty cache and its visits, which outlive a stream where they are compiled."""
+        idle, self._idle = self._idle, None  # a second stream at the same time makes its own
+        if idle is not None and idle[0].shape.rows >= rows and idle[0].shape.capacity >= capacity:
+            idle[0].select([])
+            self.stack.work.cache_bytes = idle[0].allocated_bytes
+            return idle
+        if self._compiles:
+            capacity = min(rounded_tokens(capacity), self.stack.context_tokens)
+        cache = self.stack.make_cache(
+            self._strategy, steps=self.recurrent_steps, rows=rows, capacity=capacity
+        )
+        return cache, self._captured(cache)
+
+    @property
+    def _hooked(self) -> bool:
+        """Whether hooks want to see each visit."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self.stack.model.modules())
+
     def _captured(self, cache: LoopCache) -> CapturedVisits | None:
-        """Return graphs for the visits of a cache, where they pay and hooks do not see each one."""
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self.stack.model.modules())
-        if hooked or not self.stack.captures:
-            return None
-        return CapturedVisits(self.stack, cache)
+        """Return graphs for the visits of a cache, where they pay."""
+        return CapturedVisits(self.stack, cache) if self.stack.captures else None
 
     def _rows(
         self, requests: Sequence[Request], sampling: Sampling, generator: torch.Generator | None

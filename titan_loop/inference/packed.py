@@ -17,12 +17,15 @@ SMALLEST = 2**18
 """Elements of a matrix below which a plain product is as fast."""
 
 
-def pack(model: nn.Module) -> None:
+def pack(model: nn.Module) -> bool:
     """Let a model on a CPU multiply by copies of its matrices in fp32, where it needs no gradients.
+
+    Returns whether it has such matrices.
 
     Call it again after they change: until then they are multiplied by as they are. A packed model
     cannot be copied or saved whole; its state dict can.
     """
+    packs = False
     for linear in model.modules():
         if not isinstance(linear, Linear) or not _gains(linear):
             continue
@@ -31,6 +34,8 @@ def pack(model: nn.Module) -> None:
         if isinstance(linear, LMHead):
             product = partial(_logits, linear, product)
         linear.forward = product
+        packs = True
+    return packs
 
 
 def _gains(linear: Linear) -> bool:
@@ -43,7 +48,8 @@ def _gains(linear: Linear) -> bool:
 
 def _product(linear: Linear, packed: Tensor, weight: Tensor, version: int, x: Tensor) -> Tensor:
     changed = linear.weight is not weight or weight._version != version
-    if changed or torch.is_grad_enabled() or x.dtype != torch.float32:
+    traced = type(x) is not Tensor
+    if changed or traced or torch.is_grad_enabled() or x.dtype != torch.float32:
         return Linear.forward(linear, x)
     return torch.ops.mkldnn._linear_pointwise(x, packed, linear.bias, "none", [], "")
 

@@ -43,7 +43,12 @@ class LoopState(NamedTuple):
 
 
 class Stack:
-    """A looped decoder as the engine calls it; raises `UserError` if it cannot read a cache."""
+    """A looped decoder as the engine calls it; raises `UserError` if it cannot read a cache.
+
+    Attributes:
+        captures: Whether visits that come up often are captured or compiled.
+        packed: Whether `pack` found matrices; visits of several rows then need it most.
+    """
 
     def __init__(self, model: LoopDecoder) -> None:
         attention = model.layers["0"].attention
@@ -61,6 +66,7 @@ class Stack:
         self.dtype = weight.dtype
         # Until a capture fails.
         self.captures = self.device.type == "cuda"
+        self.packed = False
         # On a CPU a copy of all keys costs more than reading them where they stand.
         reads_entries = self.device.type == "cpu" and all(
             type(layer.attention) is LoopAttention and layer.attention.reads_entries

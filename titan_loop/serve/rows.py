@@ -259,9 +259,16 @@ class ServedBatch(Batch):
 class ServingEngine(Engine):
     """An engine whose rows come and go; `recurrent_steps` is the deepest that one may ask for."""
 
-    def __init__(self, model: LoopDecoder, *, recurrent_steps: int, kv_cache: str = "full") -> None:
-        super().__init__(model, recurrent_steps=recurrent_steps, kv_cache=kv_cache)
-        pack(model)
+    def __init__(
+        self,
+        model: LoopDecoder,
+        *,
+        recurrent_steps: int,
+        kv_cache: str = "full",
+        compile: bool = False,
+    ) -> None:
+        super().__init__(model, recurrent_steps=recurrent_steps, kv_cache=kv_cache, compile=compile)
+        self.stack.packed = pack(model)
         self._costs: dict[int, tuple[float, float]] = {}
 
     def batch(self, rows: int, cache: LoopCache | None = None) -> ServedBatch:
@@ -282,7 +289,7 @@ class ServingEngine(Engine):
             decider=RowDecider(stack, []),
             sampling=Sampling(),
             recurrent_steps=steps,
-            captured=self._captured(cache),
+            captured=None if self._hooked else self._captured(cache),
         )
 
     def check(self, settings: RowSettings, prompt: Sequence[int]) -> None:

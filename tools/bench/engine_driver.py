@@ -80,13 +80,13 @@ def transformers_(model: Path, steps: int) -> Generate:
     return generate
 
 
-def titan_loop_(model: Path, steps: int) -> Generate:
-    """Return the function of a run."""
+def titan_loop_(model: Path, steps: int, **more: Any) -> Generate:
+    """Return the function of a run; an older revision knows fewer arguments of the engine."""
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.loading import load_checkpoint
     from titan_loop.inference.rows import Request
 
-    engine = Engine(load_checkpoint(str(model)).model, recurrent_steps=steps)
+    engine = Engine(load_checkpoint(str(model)).model, recurrent_steps=steps, **more)
 
     def generate(prompt: list[int], tokens: int) -> list[int]:
         return [*engine.complete([Request(prompt=prompt, max_new_tokens=tokens)])[0].tokens]
