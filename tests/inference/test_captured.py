@@ -13,7 +13,7 @@ from titan_loop.inference.sampling import Sampling
 
 
 class Fixing(Engine):
-    """An engine on a CPU that fixes its visits, as one on a GPU does."""
+    """An engine that fixes its visits, and compiles none."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -29,7 +29,7 @@ def taken(monkeypatch) -> list[captured.Kind]:
     """Kinds that would have been captured."""
     kinds: list[captured.Kind] = []
     monkeypatch.setattr(
-        captured.FixedVisit, "capture", lambda visit, pool: kinds.append(visit._kind)
+        captured.FixedVisit, "compile", lambda visit, known: kinds.append(visit._kind)
     )
     return kinds
 
@@ -94,10 +94,10 @@ def test_a_kind_of_visit_is_captured_once_it_comes_up_often(monkeypatch, taken):
 
 
 def test_what_cannot_be_captured_goes_on_without(monkeypatch, caplog):
-    def fail(visit, pool):
+    def fail(visit, known):
         raise RuntimeError("operation not permitted\nwhere") from None
 
-    monkeypatch.setattr(captured.FixedVisit, "capture", fail)
+    monkeypatch.setattr(captured.FixedVisit, "compile", fail)
     model = make_model().double()
     asked = [Request(prompt=[1, 2, 3], max_new_tokens=9)]
     engine = Fixing(model)
@@ -105,6 +105,6 @@ def test_what_cannot_be_captured_goes_on_without(monkeypatch, caplog):
     assert not engine.stack.captures
     (told,) = caplog.messages
     assert told == (
-        "model.family=ouro with a FullCache cannot be captured in a CUDA graph, so the host "
-        "decides its speed: operation not permitted"
+        "model.family=ouro with a FullCache cannot be compiled, so the host decides its speed: "
+        "operation not permitted"
     )
