@@ -162,6 +162,17 @@ def test_a_visit_is_one_graph_unless_its_layers_are_recomputed(policy, entries):
     assert len(entered) == entries
 
 
+@DYNAMO_WARNS
+def test_models_of_other_widths_and_windows_compile_in_one_process():
+    torch._dynamo.reset()
+    for dim, layers in ((64, 2), (128, 3)):
+        shape = {"dim": dim, "n_heads": dim // 32, "n_layers": layers}
+        options = OuroOptions(size="debugmodel", **shape)
+        own = parallelized(build_decoder(options, max_seq_len=dim), True, backend="aot_eager")
+        tokens = torch.randint(128, (128 // dim, dim))  # windows as long as the state is wide
+        own(tokens, recurrent_steps=2).hidden_RBLD[-1].mean().backward()
+
+
 def test_a_stage_leaves_the_next_no_option_of_the_compiler():
     budget, inductor = torch._functorch.config, torch._inductor.config
     with budget.patch(activation_memory_budget=1.0), inductor.patch(emulate_precision_casts=False):

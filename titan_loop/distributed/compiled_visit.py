@@ -35,8 +35,8 @@ def compiled_visit(backend: str) -> Visit:
             hidden_BLD = layer_of_a_kind(layer, matrices, hidden_BLD, context)
         return hidden_BLD
 
-    # Of torch 2.13, a second length of windows that makes sizes symbolic fails with a KeyError in
-    # shared layers. Its overloads lack the limit.
+    # In torch 2.13 sizes that become symbolic, such as the width and window of a second model, fail
+    # with a KeyError in shared layers. Its overloads lack the limit.
     options: Any = {"dynamic": False, "recompile_limit": MOST_KINDS}
     return torch.compile(visit, backend=backend, fullgraph=True, **options)
 
