@@ -48,11 +48,7 @@ TABLES = {
 
 
 def nanbeige_quickstart() -> LoopTrainer.Config:
-    """The quick start with a pre-norm block, no gate and no norm between the four steps.
-
-    Its heads of 32 suit engines: llama.cpp's quantised caches and vLLM's CPU kernels lack the quick
-    start's 24.
-    """
+    """The quick start with a pre-norm block, no gate and no norm between the four steps."""
     config = quickstart()
     config.dump_folder = "runs/nanbeige"
     config.model = DenseOptions(
