@@ -7,6 +7,7 @@ compiling takes little longer than for one of them.
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,10 +21,17 @@ MOST_KINDS = 1024
 """Kinds of layers in a visit, and of visits, above which the compiler fails; its default is 8."""
 
 
+def can_share_code() -> bool:
+    """Return whether this torch compiles layers of one kind once; 2.11 does not."""
+    return "max_reuse_entries" in signature(torch.compiler.nested_compile_region).parameters
+
+
 def compiled_visit(backend: str) -> Visit:
     """Return the function that applies layers in turn, compiled for each kind of its arguments."""
     # Autograd, to which "eager" leaves the gradients, has none of a region.
-    layer_of_a_kind: Any = _layer if backend == "eager" else _shared_layer
+    layer_of_a_kind: Any = _layer
+    if backend != "eager" and can_share_code():
+        layer_of_a_kind = torch.compiler.nested_compile_region(_layer, max_reuse_entries=MOST_KINDS)
 
     def visit(
         layers: Sequence[nn.Module],
@@ -46,6 +54,3 @@ def _layer(
 ) -> Tensor:
     more: dict[str, Any] = {} if joined is None else {"joined": joined}
     return layer(hidden_BLD, context, None, **more)
-
-
-_shared_layer = torch.compiler.nested_compile_region(_layer, max_reuse_entries=MOST_KINDS)

@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from titan_loop import compat
 from titan_loop.distributed.activation_checkpointing import recomputes_layers
 from titan_loop.distributed.captured_visits import CapturedVisits
-from titan_loop.distributed.compiled_visit import compiled_visit
+from titan_loop.distributed.compiled_visit import can_share_code, compiled_visit
 from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
     context_parallel_refusals,
@@ -141,7 +141,8 @@ def parallelize_loop_decoder(
         # Graphs hold the addresses of weights, and fp32 ones are joined anew in every pass.
         if low or not graphs:
             _join_matrices(model, param_dtype if low else None)
-        if compiled and model.config.whole_visits and not recomputes_layers(ac_config):
+        whole = model.config.whole_visits and not recomputes_layers(ac_config)
+        if compiled and whole and (graphs or can_share_code()):
             model.compiled_visit = compiled_visit(compile_config.backend)
             if graphs:
                 model.compiled_visit = captured = CapturedVisits(model.compiled_visit)
