@@ -63,6 +63,12 @@ def test_an_allocation_without_srun_is_a_world_of_one():
         ({"RANK": "1", "LOCAL_RANK": "1"}, "WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"RANK": "abc", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='abc' is not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=2 is not below WORLD_SIZE=2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "99999"},
+            "MASTER_PORT='99999'",
+        ),
     ],
 )
 def test_a_variable_the_launcher_forgot_is_named(environment, missing):

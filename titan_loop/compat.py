@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,11 +180,7 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
     for name in ("WORLD_SIZE", "LOCAL_RANK") if "RANK" in environment else ():
         if name not in environment:
             raise UserError(f"RANK is set but {name} is not; start with torchrun, or set both")
-    if "RANK" not in environment and int(size := environment.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"WORLD_SIZE={size} is set but RANK is not: this process would train alone; start with "
-            "torchrun, or unset it"
-        )
+    _check_launch(environment)
     if "RANK" not in environment:
         environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         # A world of one meets nobody: port 0 lets the store pick a free one, so that runs can share
@@ -207,6 +203,26 @@ def use_batch_scheduling() -> None:
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _check_launch(environment: Mapping[str, str]) -> None:
+    """Raise `UserError` unless a launcher's variables are numbers that go together."""
+    most = {"MASTER_PORT": 65_535}
+    numbers: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        text = environment.get(name, "0")
+        if not (text.isascii() and text.isdecimal() and int(text) <= most.get(name, 1 << 31)):
+            raise UserError(f"{name}={text!r} is not a number that a launcher sets; use torchrun")
+        numbers[name] = int(text)
+    if "RANK" not in environment and numbers["WORLD_SIZE"] > 1:
+        raise UserError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} is set but RANK is not: this process would train "
+            "alone; start with torchrun, or unset it"
+        )
+    if "RANK" in environment and not numbers["RANK"] < numbers["WORLD_SIZE"]:
+        raise UserError(
+            f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}; use torchrun"
+        )
 
 
 def dump_flight_recorder(path: Path) -> None:
