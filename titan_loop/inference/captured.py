@@ -160,7 +160,7 @@ class CapturedVisits:
             del self._visits[next(iter(self._visits))]
         state = visit.run(state, token_3B)
         if visit.runs == OFTEN:
-            self._capture(visit, several=kind.rows > 1)
+            self._capture(visit)
         return state
 
     def _rounded(self, keys: int) -> int:
@@ -168,18 +168,18 @@ class CapturedVisits:
             return rounded_tokens(keys)
         return -(-keys // KEYS) * KEYS
 
-    def _capture(self, visit: FixedVisit, *, several: bool) -> None:
-        if not self._stack.captures or (several and self._stack.packed):
+    def _capture(self, visit: FixedVisit) -> None:
+        if not self._stack.captures:
             return
         on_cpu = self._stack.device.type == "cpu"
         try:
             visit.compile(self._known) if on_cpu else visit.capture(self._pool)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._stack.captures = False
             family, cause = self._stack.model.config.family, error.__context__ or error
             logger.warning(
                 "model.family=%s with a %s cannot be %s, so the host decides its speed: %s",
                 *(family, type(self._cache).__name__),
                 "compiled" if on_cpu else "captured in a CUDA graph",
-                str(cause).splitlines()[0],
+                (str(cause) or type(cause).__name__).splitlines()[0],
             )

@@ -132,21 +132,23 @@ class Engine:
             recurrent_steps=self.recurrent_steps,
             captured=None if self._hooked else captured,
         )
-        while waiting or batch.rows:
-            free = places - len(batch.rows)
-            if waiting and free:
-                if self.prefill_steps is None:
-                    yield from self._admit(batch, waiting[:free])
+        try:
+            while waiting or batch.rows:
+                free = places - len(batch.rows)
+                if waiting and free:
+                    if self.prefill_steps is None:
+                        yield from self._admit(batch, waiting[:free])
+                    else:
+                        self._prefill(batch, waiting[:free], self.prefill_steps)
+                    waiting = waiting[free:]
+                elif self.speculation is None:
+                    yield from batch.advance()
                 else:
-                    self._prefill(batch, waiting[:free], self.prefill_steps)
-                waiting = waiting[free:]
-            elif self.speculation is None:
-                yield from batch.advance()
-            else:
-                yield from self.speculation.advance(batch)
-            batch.drop_finished()
-        if captured is not None and self._compiles:
-            self._idle = cache, captured
+                    yield from self.speculation.advance(batch)
+                batch.drop_finished()
+        finally:  # also of a stream that is left early
+            if captured is not None and self._compiles:
+                self._idle = cache, captured
 
     def complete(
         self,

@@ -249,9 +249,10 @@ class Batch:
 
     def _visited(self, steps: Sequence[int], *, reads: bool) -> LoopState:
         tokens = [row.token for row in self.rows]
-        if self.captured is not None and self.stack.captures and self.state is not None:
+        captured = self.captured if self.stack.captures_rows(len(tokens)) else None
+        if captured is not None and self.state is not None:
             positions = [row.position for row in self.rows]
-            return self.captured.step(self.state, tokens, steps, positions, reads=reads)
+            return captured.step(self.state, tokens, steps, positions, reads=reads)
         tokens_BL = self.column(tokens) if 1 in steps else None
         context = self._context()._replace(said_BLV=self.decider.log_prob)
         return self.stack.step(self.state, tokens_BL, steps, context, reads=reads)

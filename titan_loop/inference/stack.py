@@ -47,7 +47,7 @@ class Stack:
 
     Attributes:
         captures: Whether visits that come up often are captured or compiled.
-        packed: Whether `pack` found matrices; visits of several rows then need it most.
+        packed: Whether `pack` found matrices.
     """
 
     def __init__(self, model: LoopDecoder) -> None:
@@ -74,6 +74,11 @@ class Stack:
         )
         wide = self.dtype in (torch.float32, torch.float64)  # torch's sparse products know no other
         self._queries = attention.n_heads if reads_entries and wide else None
+
+    def captures_rows(self, rows: int) -> bool:
+        """Return whether visits of so many rows may be captured or compiled."""
+        # Packed products of several rows are faster than compiled ones.
+        return self.captures and not (self.packed and rows > 1)
 
     @property
     def context_tokens(self) -> int:
