@@ -56,7 +56,7 @@ def test_a_run_directory_below_a_file_blocks_training(capsys, tmp_path):
             False,
         ),
         (SLURM_STEP, "MASTER_ADDR is not set", True),
-        (TORCHRUN, "RANK is set but WORLD_SIZE is not", True),
+        (TORCHRUN, "RANK=1 is set without WORLD_SIZE", True),
     ],
     ids=["alone", "SLURM", "torchrun", "half of SLURM", "half of torchrun"],
 )

@@ -44,13 +44,26 @@ def same(model, *, rows=2, streams=1, **options) -> Engine:
 
 @pytest.mark.parametrize(("model", "kv_cache"), CASES)
 def test_compiled_visits_generate_the_same(interpreted, model, kv_cache):
-    same(model.double(), kv_cache=kv_cache, exit_policy=QExit(0.7))
+    same(model.double(), kv_cache=kv_cache)
     assert interpreted
 
 
-@pytest.mark.parametrize("policy", [StaticStep(2), KLAndEntropy(0.05, 3.0)])
-def test_compiled_visits_leave_with_every_kind_of_policy(interpreted, policy):
-    same(make_model(n_layers=1).double(), exit_policy=policy)
+@pytest.mark.parametrize("policy", [StaticStep(2), QExit(0.7), KLAndEntropy(0.05, 3.0)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_compiled_visits_leave_with_every_kind_of_policy(interpreted, policy, rows):
+    one = same(make_model(n_layers=1).double(), rows=rows, exit_policy=policy)
+    assert one._idle is not None
+    assert None not in {kind.step for kind in one._idle[1]._visits}  # of rows at different steps
+
+
+def test_other_weights_are_compiled_anew(interpreted):
+    model = make_model(n_layers=1).double()
+    one = same(model, rows=1)
+    model.load_state_dict(
+        {name: 2 * value for name, value in model.state_dict().items()}, assign=True
+    )
+    asked = [Request(prompt=[1, 2, 3], max_new_tokens=4)]
+    assert one.complete(asked) == Engine(model).complete(asked)
 
 
 def test_steps_share_code_and_streams_share_visits(interpreted):

@@ -108,8 +108,12 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     from titan_loop import compat
 
+    wanted = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [key for key in wanted if key not in environment]
     completed = dict(environment)
     try:
+        if "RANK" in environment and missing:
+            raise UserError(f"RANK={environment['RANK']} is set without {', '.join(missing)}")
         rank, world_size = compat.start_runtime(completed)
     except UserError as error:
         fix = "start with torchrun, or unset RANK to train on one process"

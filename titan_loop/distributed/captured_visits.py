@@ -123,7 +123,8 @@ class _CapturedVisit:
                 with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                     function()
             except RuntimeError as error:
-                cause = str(error.__context__ or error).splitlines()[0]
+                cause = error.__context__ or error
+                cause = (str(cause) or type(cause).__name__).splitlines()[0]
                 problem = f"compile.graphs=True: the {name} pass of a visit cannot be captured"
                 raise UserError(f"{problem}: {cause}; set it to False") from error
             self._graphs[name] = graph

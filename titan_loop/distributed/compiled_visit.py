@@ -17,8 +17,9 @@ from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import Visit
 from titan_loop.models.joined import Joined
 
-MOST_KINDS = 1024
-"""Kinds of layers in a visit, and of visits, above which the compiler fails; its default is 8."""
+MOST_KINDS = 256
+"""Kinds of layers in a visit, and of visits, above which the compiler fails; its default is 8, and
+no function may have more."""
 
 
 def can_share_code() -> bool:

@@ -174,7 +174,7 @@ class CapturedVisits:
         on_cpu = self._stack.device.type == "cpu"
         try:
             visit.compile(self._known) if on_cpu else visit.capture(self._pool)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # tracers and compilers raise every kind
             self._stack.captures = False
             family, cause = self._stack.model.config.family, error.__context__ or error
             logger.warning(

@@ -89,9 +89,9 @@ class Engine:
                 raise UserError("draft_step verifies at a fixed depth; leave out exit")
             if compile:
                 raise UserError("compile has no effect with draft_step; leave out one of them")
-        self._compiles = compile and self._can_compile()
-        self.stack.captures |= self._compiles
-        self._idle: tuple[LoopCache, CapturedVisits] | None = None
+        self.stack.compiles = compile and self._can_compile()
+        self.stack.captures |= self.stack.compiles
+        self._idle: tuple[LoopCache, CapturedVisits, list[int]] | None = None
 
     @property
     def work(self) -> Work:
@@ -147,8 +147,8 @@ class Engine:
                     yield from self.speculation.advance(batch)
                 batch.drop_finished()
         finally:  # also of a stream that is left early
-            if captured is not None and self._compiles:
-                self._idle = cache, captured
+            if captured is not None and self.stack.compiles:
+                self._idle = cache, captured, self._weights
 
     def complete(
         self,
@@ -178,16 +178,23 @@ class Engine:
     def _memory(self, rows: int, capacity: int) -> tuple[LoopCache, CapturedVisits | None]:
         """Return an empty cache and its visits, which outlive a stream where they are compiled."""
         idle, self._idle = self._idle, None  # a second stream at the same time makes its own
-        if idle is not None and idle[0].shape.rows >= rows and idle[0].shape.capacity >= capacity:
-            idle[0].select([])
-            self.stack.work.cache_bytes = idle[0].allocated_bytes
-            return idle
-        if self._compiles:
+        if idle is not None and idle[2] == self._weights:
+            cache, captured, _ = idle
+            if cache.shape.rows >= rows and cache.shape.capacity >= capacity:
+                cache.select([])
+                self.stack.work.cache_bytes = cache.allocated_bytes
+                return cache, captured
+        if self.stack.compiles:
             capacity = min(rounded_tokens(capacity), self.stack.context_tokens)
         cache = self.stack.make_cache(
             self._strategy, steps=self.recurrent_steps, rows=rows, capacity=capacity
         )
         return cache, self._captured(cache)
+
+    @property
+    def _weights(self) -> list[int]:
+        """Addresses of the weights, where compiled visits read them."""
+        return [weight.data_ptr() for weight in self.stack.model.parameters()]
 
     @property
     def _hooked(self) -> bool:

@@ -249,7 +249,7 @@ class Batch:
 
     def _visited(self, steps: Sequence[int], *, reads: bool) -> LoopState:
         tokens = [row.token for row in self.rows]
-        captured = self.captured if self.stack.captures_rows(len(tokens)) else None
+        captured = self.captured if self.stack.captures_rows(steps) else None
         if captured is not None and self.state is not None:
             positions = [row.position for row in self.rows]
             return captured.step(self.state, tokens, steps, positions, reads=reads)

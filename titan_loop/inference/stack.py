@@ -47,6 +47,7 @@ class Stack:
 
     Attributes:
         captures: Whether visits that come up often are captured or compiled.
+        compiles: Whether they are compiled.
         packed: Whether `pack` found matrices.
     """
 
@@ -66,7 +67,7 @@ class Stack:
         self.dtype = weight.dtype
         # Until a capture fails.
         self.captures = self.device.type == "cuda"
-        self.packed = False
+        self.compiles = self.packed = False
         # On a CPU a copy of all keys costs more than reading them where they stand.
         reads_entries = self.device.type == "cpu" and all(
             type(layer.attention) is LoopAttention and layer.attention.reads_entries
@@ -75,10 +76,11 @@ class Stack:
         wide = self.dtype in (torch.float32, torch.float64)  # torch's sparse products know no other
         self._queries = attention.n_heads if reads_entries and wide else None
 
-    def captures_rows(self, rows: int) -> bool:
-        """Return whether visits of so many rows may be captured or compiled."""
-        # Packed products of several rows are faster than compiled ones.
-        return self.captures and not (self.packed and rows > 1)
+    def captures_rows(self, steps: Sequence[int]) -> bool:
+        """Return whether visits of rows at these steps may be captured or compiled."""
+        # Compiled, rows at different steps copy the whole cache, and packed products are faster.
+        slow = self.compiles and (min(steps) < max(steps) or (self.packed and len(steps) > 1))
+        return self.captures and not slow
 
     @property
     def context_tokens(self) -> int:

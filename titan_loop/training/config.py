@@ -101,7 +101,7 @@ RETIRED: Mapping[str, Any] = {
             "loss.state_distance",
         )
     ),
-    "checkpoint.verify_hashes": True,
+    "checkpoint.verify_hashes": None,
     "loss.look_ahead": False,
     "model.base_layers": 0,
     "model.early_states": "trained",
