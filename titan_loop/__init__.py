@@ -6,7 +6,7 @@
 import importlib
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
