@@ -20,7 +20,7 @@ COMPILED = cases("compiled")
 @DYNAMO_WARNS
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_layers_equal_eager_ones(name):
-    """With a back end that leaves kernels alone: what is around and between graphs is the same."""
+    """`aot_eager` leaves the kernels as they are, so this compares what tracing changes."""
     options, steps, graphs = COMPILED[name]
     torch._dynamo.reset()
     counters.clear()

@@ -58,7 +58,7 @@ def test_replayed_visits_have_the_losses_and_gradients_of_eager_ones(options, dt
 
 
 class Capturing:
-    """Stands for CUDA's graphs: counts what is captured, and what is replayed."""
+    """A stand-in for CUDA graphs that counts captures and replays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.captured, self.replayed = 0, 0

@@ -1,4 +1,4 @@
-"""Compiled visits generate what the engine does: here as graphs that torch interprets, mostly."""
+"""Compiled visits generate the engine's tokens; most tests interpret the traced graph."""
 
 import logging
 

@@ -10,8 +10,8 @@ a graph by all that ran before it: every R would have backward graphs of its own
 `make_graphed_callables` would keep the weights' gradients of every visit, and let autograd add them
 up outside of the graphs.
 
-Each forward graph has memory of its own, since what it keeps must survive later visits; backward
-graphs share theirs. Passes without gradients are not captured.
+Each forward graph has its own memory pool, because what it saves must survive later visits; the
+backward graphs share one. Passes without gradients are not captured.
 
 On a CPU the same visits run without a graph, for tests. Not yet run on a GPU.
 """
