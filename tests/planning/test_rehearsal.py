@@ -10,6 +10,7 @@ import pytest
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from tests.distributed.sharded_model import expected_counts
@@ -96,6 +97,11 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     assert measured.micro_batches == 2
     assert measured.moved.keys() == {"all-gather", "reduce-scatter"}
     assert counters["stats"]["unique_graphs"] >= 1
+    # What this process compiles next has the CPU's kernels again.
+    weight = torch.ones(4, requires_grad=True)
+    norm = torch.compile(lambda x: F.rms_norm(x, (4,), weight), backend="aot_eager")
+    norm(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full((4,), 2.0))
 
 
 def test_collectives_of_a_step_are_those_that_gloo_counts():

@@ -93,8 +93,11 @@ def absent_gpu(cluster: Cluster, build_mask: Callable[..., Any]) -> Iterator[Non
             stack.enter_context(patch.object(owner, name, replacement))
         # `F.rms_norm` as one kernel, as on CUDA: several operations save more tensors.
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
-            kernels.impl(name, _unread, "CPU")
+        for operation in (torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward):
+            kernels.impl(operation.default, _unread, "CPU")
+            # Compiled code remembers which kernels an operation has, before this block and after.
+            operation.default._dispatch_cache.clear()
+            stack.callback(operation.default._dispatch_cache.clear)
         # As torchtitan does when it makes the process group.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
