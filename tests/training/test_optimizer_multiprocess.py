@@ -32,7 +32,7 @@ def make_trainer(source: Path, run: Path, layout: str) -> LoopTrainer:
     world, degrees = LAYOUTS[layout]
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
-    config.optimizer.name, config.recurrence.steps = "muon", Schedule.constant(2)
+    config.optimizer.name, config.recurrence.steps = "muon", Schedule.constant(1)
     config.ema.decay = 0.9
     config.checkpoint.interval = STEPS // 2
     config.held_out.interval = 0

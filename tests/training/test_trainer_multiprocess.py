@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support import multiprocess
 from tests.support.multiprocess import RankError
-from tests.support.tiny import act_as_launched, tiny_config, train_run
+from tests.support.tiny import BATCH_TOKENS, act_as_launched, tiny_config, train_run
 from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.distributed.kept_layouts import KeptLayouts
@@ -25,6 +25,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -32,12 +33,14 @@ pytestmark = pytest.mark.multiprocess
 
 
 STEPS = 4  # R falls after two; a checkpoint every two
+DEPTHS = Schedule.steps([(0, 2), (STEPS * BATCH_TOKENS // 2, 1)])
 
 
 def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTrainer:
     """Build a trainer on the first `world` ranks' layout, as a launcher would have."""
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
+    config.recurrence.steps = DEPTHS
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
@@ -62,6 +65,7 @@ def stages_case(source: Path, runs: Path) -> list[int]:
     for number in range(2):
         config = tiny_config(source, runs / str(number), steps=2)
         config.training.steps, config.training.local_batch_size = 1, 2
+        config.recurrence.steps = Schedule.constant(1)
         config.parallelism.data_parallel_replicate_degree = 2
         config.parallelism.tensor_parallel_degree = 2
         config.optimizer.name = "muon"

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.multiprocess
 
 # Recurrent steps of each training step's micro-batches. The second training step has the weights
 # and biases that the first one changed; its gradients accumulate over passes of unequal depth.
-PASSES = ((2,), (3, 1))
+PASSES = ((1,), (2, 1))
 EXPERTS: dict[str, Any] = {"experts": 4, "expert_hidden_dim": 32}
 OPTIONS = {
     "moe": MoEOptions(
