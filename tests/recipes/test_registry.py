@@ -8,6 +8,7 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
+from titan_loop.recipes import registry
 from titan_loop.recipes.registry import load_recipe, recipe_summaries, recipes_by_study
 
 RECIPES = """
@@ -62,6 +63,17 @@ def test_a_recipe_in_the_working_folder_is_found(own_recipes):
 def test_what_is_no_recipe_is_refused(own_recipes, function, message):
     with pytest.raises(UserError, match=message):
         load_recipe(f"{own_recipes}:{function}")
+
+
+@pytest.mark.parametrize("files", [["a", "a"], ["a", "b"]])
+def test_two_recipes_of_one_name_are_refused(monkeypatch, tmp_path: Path, files):
+    for name in files:
+        with (tmp_path / f"{name}.py").open("a") as module:
+            module.write("def same() -> Recipe: ...\n")
+    monkeypatch.setattr(registry, "studies", lambda: {"study": tmp_path})
+    places = " and ".join(f"study.{name}" for name in dict.fromkeys(files))
+    with pytest.raises(UserError, match=f"^two recipes are called same: in {places}; rename one$"):
+        recipe_summaries()
 
 
 def test_studies_are_ours_whatever_the_current_folder_holds(tmp_path: Path):

@@ -57,27 +57,31 @@ def _find_recipes() -> dict[str, _Found]:
     for package, folder in studies().items():
         for path in sorted(folder.glob("*.py")):
             recipes = _recipes_of(f"{package}.{path.stem}", path.read_text(encoding="utf-8"))
-            for name in recipes.keys() & found.keys():
-                places = f"{found[name].module} and {recipes[name].module}"
-                raise UserError(f"two recipes are called {name}: in {places}; rename one")
-            found |= recipes
+            for name, recipe in recipes:
+                if name in found:
+                    places = " and ".join(dict.fromkeys([found[name].module, recipe.module]))
+                    raise UserError(f"two recipes are called {name}: in {places}; rename one")
+                found[name] = recipe
     return found
 
 
 @cache  # parsing all studies takes a tenth of a second, and some commands ask for many recipes
-def _recipes_of(module: str, source: str) -> dict[str, _Found]:
+def _recipes_of(module: str, source: str) -> list[tuple[str, _Found]]:
     tree = ast.parse(source)
-    return {
-        node.name: _Found(
-            module,
-            *((ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)),
+    return [
+        (
+            node.name,
+            _Found(
+                module,
+                *((ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)),
+            ),
         )
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith("_")
         and node.returns is not None
         and ast.unparse(node.returns) in _RETURNED
-    }
+    ]
 
 
 def load_recipe(name: str) -> "Recipe":

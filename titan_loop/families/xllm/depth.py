@@ -17,7 +17,6 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from titan_loop.errors import UserError
 from titan_loop.training.callback import Callback, TrainingState
@@ -43,6 +42,8 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
         raise UserError(f"mean={mean} recurrent steps must be above 1 and below most={most}")
     if not 0 < sigma < 3:
         raise UserError(f"sigma={sigma} must be above 0 and below 3")
+    from scipy.optimize import brentq  # takes a third of a second, and other families none of it
+
     depths = np.arange(1, most + 1)
 
     def excess(mu: float) -> float:
