@@ -43,13 +43,13 @@ class Generated(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A training run that is killed and resumed.
+    """A training run that breaks off and is resumed.
 
     Attributes:
         config: Returns the run of a folder on a number of ranks; checkpoints are 2 steps apart.
         equal: Metrics that are equal in every digit.
         close: Metrics that are equal but for the order of sums.
-        ranks: Pairs of ranks before and after the kill.
+        ranks: Pairs of ranks before and after.
     """
 
     config: Callable[[Path, int], LoopTrainer.Config]

@@ -1,12 +1,9 @@
-"""Small runs of every family on a generated task, which are killed on demand."""
+"""Small runs of every family on a generated task, which break off on demand."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.contracts.families import cases
 from titan_loop.data.load.task_loader import TaskLoader
@@ -20,7 +17,7 @@ from titan_loop.training.trainer import LoopTrainer
 
 WINDOW, WINDOWS = 32, 8
 BATCH = WINDOW * WINDOWS
-KILLED_AT = 3
+BREAKS_AT = 3
 
 
 def small_run(folder: Path, model: ModelOptions, *, steps: int = 6) -> LoopTrainer.Config:
@@ -40,19 +37,21 @@ def small_run(folder: Path, model: ModelOptions, *, steps: int = 6) -> LoopTrain
     return config
 
 
-def train(name: str, folder: Path, world: int, killed: bool = False) -> None:
-    """Train a case on `world` ranks; the last one is killed after step `KILLED_AT` if asked."""
+def train(name: str, folder: Path, world: int, breaks: bool = False) -> None:
+    """Train a case on `world` ranks; all break off after step `BREAKS_AT` if asked, and save
+    nothing: the processes stay for the next case.
+    """
     # Environments of transformers import this module, and have no datatrove.
     from tests.support.tiny import act_as_launched, train_run
 
-    class Killer(Callback):
+    class Breaks(Callback):
         def on_step_end(self, trainer: Any, metrics: Any) -> None:
-            if killed and trainer.step == KILLED_AT and dist.get_rank() == world - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if breaks and trainer.step == BREAKS_AT:
+                raise RuntimeError("broken off")
 
     act_as_launched(world)
     config = cases("runs")[name].config(folder, world)
-    train_run(config, callbacks=[Killer()])
+    train_run(config, callbacks=[Breaks()])
 
 
 def whole_run(name: str, folders: pytest.TempPathFactory) -> Path:

@@ -1,4 +1,4 @@
-"""For every family: ranks equal one process, and a killed run goes on with other ranks."""
+"""For every family: ranks equal one process, and a run that broke off goes on with other ranks."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.contracts.families import cases
-from tests.contracts.runs import KILLED_AT, records, train, whole_run
+from tests.contracts.runs import BREAKS_AT, records, train, whole_run
 from tests.distributed.test_parity import check_parity, runnable
 from tests.support.multiprocess import RankError
 from titan_loop.checkpoint.tensors import CheckpointReader
@@ -29,16 +29,16 @@ def test_several_ranks_equal_one_process(gloo_pool, layout, name):
 @pytest.mark.parametrize(
     ("name", "ranks"), [(name, ranks) for name, run in RUNS.items() for ranks in run.ranks]
 )
-def test_a_killed_run_goes_on_with_other_ranks(
+def test_a_run_that_broke_off_goes_on_with_other_ranks(
     gloo_pool, alone, tmp_path_factory, tmp_path: Path, name, ranks
 ):
-    case, killed = RUNS[name], tmp_path / "killed"
+    case, broken = RUNS[name], tmp_path / "broken"
     whole = whole_run(name, tmp_path_factory)
-    with pytest.raises(RankError):
-        gloo_pool(ranks[0]).run(train, name, killed, ranks[0], True)
-    assert SavedRun(killed).steps() == [KILLED_AT - 1]
-    gloo_pool(ranks[1]).run(train, name, killed, ranks[1])
-    expected, found = records(whole), records(killed)
+    with pytest.raises(RankError, match="broken off"):
+        gloo_pool(ranks[0]).run(train, name, broken, ranks[0], True)
+    assert SavedRun(broken).steps() == [BREAKS_AT - 1]
+    gloo_pool(ranks[1]).run(train, name, broken, ranks[1])
+    expected, found = records(whole), records(broken)
     assert [*found] == [*expected]
     for step, record in found.items():
         for key in ("data_hash", "recurrent_steps", *case.equal):
@@ -46,7 +46,7 @@ def test_a_killed_run_goes_on_with_other_ranks(
         for key in ("loss", "grad_norm", *case.close):
             want = pytest.approx(expected[step][key], rel=RELATIVE_TOLERANCE)
             assert record[key] == want, (step, key)
-    readers = [CheckpointReader(SavedRun(run).checkpoint().path) for run in (whole, killed)]
+    readers = [CheckpointReader(SavedRun(run).checkpoint().path) for run in (whole, broken)]
     model = build_decoder(SavedRun.open(whole).model_options, max_seq_len=8, device="meta")
     for key in model.state_dict():
         first, second = (reader.read(key) for reader in readers)
