@@ -122,6 +122,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU's plain vectors: for each extension, torch compiles and starts a program."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    from titan_loop.distributed.compiler import missing_compiler
+
+    if missing_compiler("cpu") is not None:
+        pytest.skip("inductor needs a C++ compiler")
+    monkeypatch.setattr(VecISA, "check_build", lambda *_: False)
+
+
+@pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket on a server that speaks S3's protocol, on this machine."""
     import fsspec

@@ -93,8 +93,9 @@ def test_ranks_of_several_nodes_do_not_share_compiled_code(
 
 @pytest.mark.slow
 @DYNAMO_WARNS
-@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")
-def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, monkeypatch):
+def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(
+    tmp_path, monkeypatch, inductor
+):
     """Once for every R, and once for all starts: the next one finds them in the folder."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back as it was
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
