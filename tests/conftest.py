@@ -177,7 +177,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare what imports made: every run collects garbage, and there is none in it."""
-    if is_xdist_worker(session):  # not where one file is tested, which may need little
+    # Not where a few files are tested, which may need little.
+    if is_xdist_worker(session) and len(session.items) > 500:
         import tests.support.preloaded  # noqa: F401
     gc.enable()
     gc.collect()
