@@ -122,6 +122,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU's plain vectors: for each extension, torch compiles and starts a program."""
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    from titan_loop.distributed.compiler import missing_compiler
+
+    if missing_compiler("cpu") is not None:
+        pytest.skip("inductor needs a C++ compiler")
+    monkeypatch.setattr(VecISA, "check_build", lambda *_: False)
+
+
+@pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket on a server that speaks S3's protocol, on this machine."""
     import fsspec
@@ -165,7 +177,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare what imports made: every run collects garbage, and there is none in it."""
-    if is_xdist_worker(session):  # not where one file is tested, which may need little
+    # Not where a few files are tested, which may need little.
+    if is_xdist_worker(session) and len(session.items) > 500:
         import tests.support.preloaded  # noqa: F401
     gc.enable()
     gc.collect()

@@ -73,6 +73,7 @@ def test_hooks_reach_every_site_and_idle_ones_change_no_bit(name):
 def test_a_rehearsed_stage_reduces_every_weight_once(name):
     config = stage()
     cases("rehearsed")[name](config)
+    config.model.attention = "sdpa"
     assert_every_weight_is_reduced_once(config)
 
 

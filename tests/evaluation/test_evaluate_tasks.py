@@ -147,10 +147,15 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_papers_tasks_exist_in_the_harness():
     suites = [find("suites", name) for name in ("ouro_base", "depth", "scaling")]
-    known: set[str] = set()  # its own index takes ten seconds
-    for path in (Path(find_spec("lm_eval").origin).parent / "tasks").rglob("*.yaml"):
-        known |= {*re.findall(r"^(?:group|tag|task): *(\S+)", path.read_text("utf-8"), re.M)}
-    assert {task.name for suite in suites for task in suite} <= known
+    missing = {task.name for suite in suites for task in suite}
+    starts = {re.split("[^a-z]", name)[0] for name in missing}
+    # Its own index takes ten seconds, and to read all files two.
+    files = (Path(find_spec("lm_eval").origin).parent / "tasks").rglob("*.yaml")
+    for path in sorted(files, key=lambda path: not path.parent.name.startswith((*starts,))):
+        missing -= {*re.findall(r"^(?:group|tag|task): *(\S+)", path.read_text("utf-8"), re.M)}
+        if not missing:
+            return
+    pytest.fail(f"not in the harness: {missing}")
 
 
 def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):

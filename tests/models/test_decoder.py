@@ -133,7 +133,7 @@ def _initial_gradient_norm(model: LoopDecoder, steps: int) -> float:
 def test_initialisation_survives_eight_recurrent_steps_of_24_layers():
     """The R visits' gradients may add up, but must not multiply: with all norm gains 1 they do."""
     torch.manual_seed(0)
-    options = OuroOptions(size="quickstart", n_layers=24)
+    options = OuroOptions(size="debugmodel", n_layers=24, vocab_size=1024)
     model = build_decoder(options, max_seq_len=64)
     growth = _initial_gradient_norm(model, 8) / _initial_gradient_norm(model, 1)
     assert growth < 4

@@ -49,7 +49,7 @@ def stage(**parallelism: int) -> LoopTrainer.Config:
         config.training.mixed_precision_param = "bfloat16"
         for name, degree in parallelism.items():
             setattr(config.parallelism, f"{name}_degree", degree)
-        config.model.vocab_size = 512
+        config.model.vocab_size, config.model.attention = 512, "sdpa"
         config.model.n_layers, config.recurrence.steps = LAYERS, Schedule.constant(2)
         config.training.local_batch_size = 1
         config.compile = LoopCompileConfig(enable=False)
@@ -90,6 +90,7 @@ def assert_every_weight_is_reduced_once(
 def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
     config = stage(context_parallel=2)
+    config.model.attention = "flex"
     config.activation_checkpoint = SelectiveAC.Config()
     config.compile = LoopCompileConfig(enable=True, components=["model"])
     counters.clear()
@@ -212,6 +213,7 @@ SMALL = (
     *("plan", "ouro_1_4b", "--stage", "1a", "--gpus-per-node", "8", "--model.size", "debugmodel"),
     *("--training.seq-len", "64", "--batch.global-batch-tokens", "1024", "--compile.no-enable"),
     *("--batch.multiple-of-windows", "8", "--recurrence.steps", "2"),
+    *("--model.attention", "sdpa"),
 )
 
 

@@ -16,7 +16,8 @@ from titan_loop.training.trainer import LoopTrainer
 def identity(teacher: Made | None = None) -> LoopTrainer.Config:
     config = stage()
     config.model = RetrofitOptions(n_layers=3, prelude_layers=1, coda_layers=1, bridge=True)
-    config.model.vocab_size, config.recurrence.steps = 300, Schedule.constant(2)
+    config.model.vocab_size, config.model.attention = 300, "sdpa"
+    config.recurrence.steps = Schedule.constant(2)
     if teacher is not None:
         config.loss = DistillationLoss.Config(teacher=str(teacher.run))
     return config
