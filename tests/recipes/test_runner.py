@@ -195,13 +195,13 @@ MISTAKES: dict[str, tuple[int, Callable[[Recipe], Any], str]] = {
         r"or allow that many epochs: --stages\.1b\.dataloader\.max-epochs \d+",
     ),
     "a point of the ramp": (
-        4,
+        2,
         lambda recipe: setattr(
             recipe.stages[1].config.batch,
             "global_batch_tokens",
             Schedule.steps([(0, BATCH_TOKENS), (BATCH_TOKENS, BATCH_TOKENS * 3 // 2)]),
         ),
-        r"stage 1b: a global batch of 12 windows does not divide by local_batch_size=2 × 4",
+        r"stage 1b: a global batch of 12 windows does not divide by local_batch_size=4 × 2",
     ),
     "layers that do not repeat": (
         1,

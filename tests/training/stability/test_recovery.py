@@ -29,9 +29,10 @@ from titan_loop.runs.decisions import count_decisions
 from titan_loop.runs.exit_reports import RankExit
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
-from tools.spikes import STEPS, demonstration
+from tools.spikes import STEPS, demonstration as shown
 
 DECISIONS = [
     ("skip", 14),
@@ -60,6 +61,13 @@ class Snapshots(Callback):
     def equal(self, one: int, other: int) -> bool:
         pairs = zip(self.after[one], self.after[other], strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
+
+
+def demonstration(source: Path, folder: Path) -> LoopTrainer.Config:
+    """Return what `tools/spikes.py` trains, with smaller steps."""
+    config = shown(source, folder)
+    config.recurrence.steps = Schedule.constant(2)
+    return config
 
 
 def start_alone() -> None:
@@ -127,7 +135,7 @@ def test_a_skipped_step_leaves_weights_and_optimiser_alone(passed: tuple[Path, S
 
 @pytest.mark.usefixtures("alone")
 def test_a_skipped_step_leaves_muon_alone(source: Path, tmp_path: Path):
-    config, kept = demonstration(source, tmp_path), Snapshots()
+    config, kept = shown(source, tmp_path), Snapshots()
     config.optimizer.name, config.training.steps = "muon", 14
     config.training.local_batch_size = 4  # two micro-batches
     config.callbacks = (*config.callbacks, kept)
