@@ -32,7 +32,8 @@ from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
-from tools.spikes import STEPS, demonstration as shown
+from tools.spikes import STEPS
+from tools.spikes import demonstration as shown
 
 DECISIONS = [
     ("skip", 14),
