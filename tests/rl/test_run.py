@@ -174,7 +174,9 @@ def test_a_change_of_r_is_refused(tmp_path):
 
 def train_on_ranks(folder: Path, world_size: int) -> None:
     act_as_launched(world_size)
-    train_run(reward_config(folder))
+    config = reward_config(folder)
+    config.training.local_batch_size = 4  # two micro-batches on each of two ranks
+    train_run(config)
 
 
 @pytest.mark.parametrize("world_size", [2])

@@ -32,6 +32,7 @@ def train(
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.model.n_layers, config.recurrence.steps = 1, Schedule.constant(1)
+    config.training.local_batch_size = 2  # two micro-batches on each of two ranks
     config.dataloader = WindowLoader.Config(
         pipeline=f"{pipelines.__name__}:{name}", tokenizer_path=str(source / "tokenizer.json")
     )
