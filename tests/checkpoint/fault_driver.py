@@ -1,9 +1,7 @@
 """Saves checkpoints in forked processes that meet a fault: killed, disk full, no permission.
 
-Run as a program by `test_faults.py`, in a process of its own: forking is safe there because nothing
-has started a thread. Prints one JSON object a fault.
-
-    python fault_driver.py FOLDER
+`test_faults.py` calls `main` in a process of its own: forking is safe there because nothing has
+started a thread.
 """
 
 import json
@@ -202,7 +200,10 @@ def in_a_child(action: Callable[[Path, Any], None], folder: Path, argument: Any 
 
 
 def main(root: Path) -> None:
-    """Meet every fault in a folder of its own."""
+    """Meet every fault in a folder of its own; print one JSON object a fault to `root/stdout`."""
+    for stream in (sys.stdout, sys.stderr):
+        with (root / stream.name.strip("<>")).open("wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
     for name, arm in KILLS.items():
         folder = root / name.replace(" ", "-").replace("'", "")
         folder.mkdir()
@@ -226,7 +227,3 @@ def main(root: Path) -> None:
         folder.mkdir()
         status = in_a_child(trouble, folder)
         print(json.dumps({"name": name, "folder": str(folder), "status": status}), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

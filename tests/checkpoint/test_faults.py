@@ -6,7 +6,6 @@ The table in `titan_loop/checkpoint/README.md` lists what is shown here.
 import json
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.checkpoint.fault_driver import KILLS, tensors
+from tests.checkpoint.fault_driver import KILLS, main, tensors
+from tests.support.multiprocess import preloaded_context
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import committed_steps
 
@@ -28,15 +28,14 @@ class Faults:
     """What the driver reported, by the name of the fault."""
 
     def __init__(self, root: Path) -> None:
-        driver = Path(__file__).with_name("fault_driver.py")
-        program = subprocess.run(
-            [sys.executable, str(driver), str(root)], capture_output=True, text=True, check=False
-        )
-        assert program.returncode == 0, program.stderr
-        self.log = program.stderr
+        driver = preloaded_context().Process(target=main, args=(root,))
+        driver.start()
+        driver.join()
+        self.log = (root / "stderr").read_text()
+        assert driver.exitcode == 0, self.log
         self.reports: dict[str, dict[str, Any]] = {}
         self.refusals = ""
-        for line in program.stdout.splitlines():
+        for line in (root / "stdout").read_text().splitlines():
             report = json.loads(line) if line.startswith("{") else {}
             if "name" in report:
                 self.reports[report["name"]] = report

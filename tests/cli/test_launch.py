@@ -69,7 +69,7 @@ def test_a_mistake_ends_every_rank_with_one_line(gloo_pool, source, tmp_path):
         "train", "quickstart", "--dataloader.mixture", f"{source}=1", "--dump-folder",
         str(tmp_path / "run"), "--parallelism.tensor-parallel-degree", "2", "--model.n-heads", "3",
     ]  # fmt: skip
-    for rank, (code, said) in enumerate(gloo_pool(4).run(run_command, 4, flags)):
+    for rank, (code, said) in enumerate(gloo_pool(2).run(run_command, 2, flags)):
         assert code == EXIT_USER_ERROR
         which = f"rank {rank}: " if rank else ""
         assert said.startswith(f"titan-loop: error: {which}parallelism.tensor_parallel_degree=2 ")

@@ -1,13 +1,16 @@
 """Recipes are listed without being imported, and found by name or as module:function."""
 
-import subprocess
+import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from tests.support.multiprocess import preloaded_context
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
+from titan_loop.plugins import find, names
 from titan_loop.recipes import registry
 from titan_loop.recipes.registry import load_recipe, recipe_summaries, recipes_by_study
 
@@ -76,22 +79,29 @@ def test_two_recipes_of_one_name_are_refused(monkeypatch, tmp_path: Path, files)
         recipe_summaries()
 
 
+def open_a_study(folder: Path, answer: Connection) -> None:
+    """Be the console script in a folder: it is not on the path until a recipe is opened."""
+    root = Path(__file__).parents[2]
+    sys.path[:] = [each for each in sys.path if each and Path(each) != root] + [str(root)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "train_configs"]:
+        del sys.modules[name]
+    os.chdir(folder)
+    load_recipe("adaptive_small")
+    answer.send((len(names("tasks")), find("tasks", "mano_capo").__module__))
+
+
 def test_studies_are_ours_whatever_the_current_folder_holds(tmp_path: Path):
-    """As the console script starts, without that folder on the path until a recipe is opened."""
     foreign = tmp_path / "train_configs" / "adaptive"
     foreign.mkdir(parents=True)
     (foreign / "__init__.py").write_text("raise RuntimeError('foreign code')")
-    code = f"""
-import sys; sys.path.append({str(Path(__file__).parents[2])!r})
-from titan_loop.plugins import find, names
-from titan_loop.recipes.registry import load_recipe
-load_recipe("adaptive_small"); print(len(names("tasks")), find("tasks", "mano_capo").__module__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    count, module = done.stdout.split()[-2:]
-    assert int(count) > 10  # of tasks; this process may know those of other tests
+    context = preloaded_context()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=open_a_study, args=(tmp_path, sender))
+    process.start()
+    sender.close()
+    count, module = receiver.recv()
+    process.join()
+    assert count > 10  # of tasks; this process may know those of other tests
     assert module == "train_configs.adaptive.task"
 
 

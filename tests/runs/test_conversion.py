@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.multiprocess import preloaded_context
-from tests.support.tiny import tiny_config, train_run
+from tests.support.tiny import BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
@@ -31,7 +31,7 @@ def config(source: Path, run: Path, *, stop: int = 0) -> LoopTrainer.Config:
     result = tiny_config(source, run, steps=STEPS + AFTER)
     result.recurrence.steps = Schedule.constant(4)
     result.learning_rate = Schedule.constant(3e-3)  # nothing that would soften a spike
-    result.training.steps = stop
+    result.training.local_batch_size, result.training.steps = BATCH_WINDOWS, stop
     result.checkpoint.interval = 10
     return result
 

@@ -71,7 +71,7 @@ def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrain
     )
     config.held_out.interval = 0
     config.training.seq_len = SEQ_LEN
-    config.training.local_batch_size = 2
+    config.training.local_batch_size = 4
     config.checkpoint.interval = 2
     config.metrics.log_freq = 1
     return config

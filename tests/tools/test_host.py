@@ -13,7 +13,7 @@ def test_a_step_calls_no_more_operators_and_products_than_plains(monkeypatch: py
     monkeypatch.syspath_prepend("tools/bench")
     host = importlib.import_module("host")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    shape = {"dim": 64, "layers": 12, "tokens": 16, "recurrent_steps": 4, "no_compile": True}
+    shape = {"dim": 64, "layers": 8, "tokens": 16, "recurrent_steps": 4, "no_compile": True}
     counted = {}
     for name, step in host.steps_of(Namespace(**shape)).items():
         step()

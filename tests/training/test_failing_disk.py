@@ -23,6 +23,7 @@ from titan_loop.storage import transient
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.training.callback import Callback
 from titan_loop.training.metrics_processor import LoopMetricsProcessor
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 STEPS = 4
@@ -56,6 +57,7 @@ CASES = [
 
 def config_of(source: Path, run: Path) -> LoopTrainer.Config:
     config = tiny_config(source, run, steps=STEPS)
+    config.model.n_layers, config.recurrence.steps = 1, Schedule.constant(1)
     config.held_out.interval = 2
     config.held_out.windows = 2
     config.checkpoint.retry_seconds = 0.0

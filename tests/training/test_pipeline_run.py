@@ -17,6 +17,7 @@ from titan_loop.data.load.pipeline_loader import read_state
 from titan_loop.errors import DataEndedError, UserError, exit_code
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
@@ -30,6 +31,8 @@ def train(
     """Train to the step `last` of STEPS; return the refusal, if there is one."""
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
+    config.model.n_layers, config.recurrence.steps = 1, Schedule.constant(1)
+    config.training.local_batch_size = 2  # two micro-batches on each of two ranks
     config.dataloader = WindowLoader.Config(
         pipeline=f"{pipelines.__name__}:{name}", tokenizer_path=str(source / "tokenizer.json")
     )

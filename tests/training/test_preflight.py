@@ -98,7 +98,7 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
         1,
         r"training\.seq_len . 1 = 10000001",
     ),
-    ({BATCH: Schedule.parse("0:512 constant 512:256")}, 8, "does not divide by local_batch_size=2"),
+    ({BATCH: Schedule.parse("0:512 constant 512:256")}, 8, "does not divide by local_batch_size=4"),
     (
         {"batch.multiple_of_windows": 4, BATCH: Schedule.parse("0:256 constant 9:320")},
         1,

@@ -8,6 +8,7 @@ name. Other modules never compare names: they ask the `Family`, the decoder or i
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
@@ -285,10 +286,15 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     ]
     if differing:
         # Other options may not fit the named size: a prelude may be longer than its layers.
-        as_named = family.options(size=asked.size, tie_weights=asked.tie_weights)
-        ours, theirs = map(_parameters, (model, as_named))
+        ours = _parameters(model)
+        theirs = _named_parameters(family.options, asked.size, tie_weights=asked.tie_weights)
         counts = f"has {ours:,} parameters here, and {theirs:,} as named"
         yield f"model.size={asked.size} {counts}: {', '.join(differing)}"
+
+
+@cache  # stages of a recipe share their size
+def _named_parameters(options: type[ModelOptions], size: str, *, tie_weights: bool) -> int:
+    return _parameters(options(size=size, tie_weights=tie_weights))
 
 
 def _parameters(options: ModelOptions) -> int:

@@ -26,6 +26,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from operator import itemgetter
 from pathlib import Path
@@ -195,7 +196,12 @@ def library_versions() -> dict[str, str]:
     versions = {"titan_loop": titan_loop.__version__, "python": platform.python_version()}
     for name in ("torch", "torchtitan", "numpy"):
         try:
-            versions[name] = metadata.version(name)
+            versions[name] = _version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "missing"
     return versions
+
+
+@cache  # every save asks, and reading a package's metadata takes milliseconds
+def _version(package: str) -> str:
+    return metadata.version(package)

@@ -17,8 +17,9 @@ SMALL = {f"{domain}_megabytes": size for domain, size in SIZES.items()}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_list_of_files():
-    """It takes seconds to make."""
-    distributions = local_python.installed_distributions()
+    """A few packages' files, because it takes seconds to list those of torch."""
+    every = local_python.installed_distributions()
+    distributions = {name: every[name] for name in ("mpmath", "numpy", "sympy", "torchtitan")}
     files = local_python.python_files(distributions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_python, "installed_distributions", lambda: distributions)

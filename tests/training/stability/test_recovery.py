@@ -4,7 +4,6 @@ import itertools
 import os
 import shutil
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,12 @@ from titan_loop.runs.decisions import count_decisions
 from titan_loop.runs.exit_reports import RankExit
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.stability import recovery
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
-from tools.spikes import STEPS, demonstration
+from tools.spikes import STEPS
+from tools.spikes import demonstration as shown
 
 DECISIONS = [
     ("skip", 14),
@@ -60,6 +62,13 @@ class Snapshots(Callback):
     def equal(self, one: int, other: int) -> bool:
         pairs = zip(self.after[one], self.after[other], strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
+
+
+def demonstration(source: Path, folder: Path) -> LoopTrainer.Config:
+    """Return what `tools/spikes.py` trains, with smaller steps."""
+    config = shown(source, folder)
+    config.recurrence.steps = Schedule.constant(2)
+    return config
 
 
 def start_alone() -> None:
@@ -127,7 +136,7 @@ def test_a_skipped_step_leaves_weights_and_optimiser_alone(passed: tuple[Path, S
 
 @pytest.mark.usefixtures("alone")
 def test_a_skipped_step_leaves_muon_alone(source: Path, tmp_path: Path):
-    config, kept = demonstration(source, tmp_path), Snapshots()
+    config, kept = shown(source, tmp_path), Snapshots()
     config.optimizer.name, config.training.steps = "muon", 14
     config.training.local_batch_size = 4  # two micro-batches
     config.callbacks = (*config.callbacks, kept)
@@ -211,38 +220,40 @@ def test_a_rewind_survives_the_loss_of_the_disk(
     assert sorted(steps) == [4, 8, *committed_steps(run.checkpoints)]
 
 
-def train_alone(source: Path, run: Path) -> None:
+class KillAfterRewind(Callback):
+    """Kills this process after a step, once the run has gone back."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        self._run, self._step = run, step
+
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
+        went_back = any(name == "rewind" for name, _ in decisions(self._run))
+        if trainer.step == self._step and went_back:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until(source: Path, run: Path, reached: tuple[str, int]) -> None:
+    """Train, and die once a decision was recorded, or after a step that follows the rewind."""
     os.setsid()
     start_alone()
     torch.set_num_threads(1)
-    train_run(demonstration(source, run))
+    record = recovery.append_or_keep
+
+    def recorded(path: Path, decision: dict[str, Any]) -> None:
+        record(path, decision)
+        if (decision["decision"], decision["step"]) == reached:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    recovery.append_or_keep = recorded
+    config = demonstration(source, run)
+    if reached[0] == "step":
+        config.callbacks = (*config.callbacks, KillAfterRewind(run, reached[1]))
+    train_run(config)
 
 
 def train_on_two(source: Path, run: Path) -> None:
     act_as_launched(2)
     train_run(demonstration(source, run))
-
-
-def killed_when(source: Path, run: Path, reached: tuple[str, int]) -> None:
-    """Train in a process, and kill it once a decision was taken, or a step logged after it."""
-    process = preloaded_context().Process(target=train_alone, args=(source, run))
-    process.start()
-    kind, step = reached
-    directory = RunDirectory(run)
-
-    def is_reached() -> bool:
-        if kind == "step":
-            went_back = any(name == "rewind" for name, _ in decisions(run))
-            records = directory.read_metrics() if went_back else []
-            return bool(records) and records[-1]["step"] == step
-        return (kind, step) in decisions(run)
-
-    while not is_reached():
-        assert process.is_alive(), process.exitcode
-        time.sleep(0.005)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
 
 
 @pytest.mark.multiprocess
@@ -252,7 +263,10 @@ def test_a_run_that_is_killed_takes_the_same_decisions_also_on_two_ranks(
     """Killed after a skip, right after a rewind and a step later, and in the second episode."""
     run = tmp_path / "run"
     for reached in (("skip", 14), ("rewind", 15), ("step", 13), ("skip", 31)):
-        killed_when(source, run, reached)
+        process = preloaded_context().Process(target=train_until, args=(source, run, reached))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, reached
     gloo_pool(2).run(train_on_two, source, run)
     assert decisions(run) == DECISIONS
     whole = RunDirectory(passed[0])
