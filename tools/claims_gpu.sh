@@ -30,7 +30,7 @@ arms=(
     adaptive_small:plain,loop3,iso_flop,loop3_memory
     latent_small:discrete,correction,continuous,end_to_end
     three_hop_small:discoloop
-    recurrent_depth_small:depth_r8
+    recurrent_depth_small:depth_r8_half_rate
     recurrent_depth_ood:r4
     physics_exams:mano_1x4,mano_4x1,hops_r1_25,hops_r4_25,hops_r1_50,hops_r4_50
     physics_small:capo_l1,capo_l4
