@@ -107,10 +107,10 @@ MEMORY_CASES = {
         policy="per_step",
         checkpointing="recurrent-step",
         dtype="float32",
-        steps=6,
+        steps=4,
         model=ToyOptions(n_layers=1, exit_gate=False),
     ),
-    "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+    "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=2),
 }
 
 

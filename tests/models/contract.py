@@ -10,20 +10,18 @@ from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.dense import DenseOptions
 
 LAYOUTS = {
-    "qwen3": "tp2",
     "olmo2": "tp2 tp2-no-sp",
-    "gemma2": "tp2 cp2",
+    "gemma2": "cp2",
     "gemma3": "tp2",
     "smollm3": "tp2-no-sp",
-    "granite": "tp2",
-    "phi3": "tp2",
 }
 SPLIT: dict[str, Any] = {"n_layers": 3, "prelude_layers": 1, "coda_layers": 1}
-case = partial(Case, family=DenseOptions, steps=(3, 1))
+# Of Gemma 2, which has the other parts of Gemma 3.
+SOFTCAPS = {name: BLOCKS["gemma2"][name] for name in ("attention_softcap", "logit_softcap")}
+case = partial(Case, family=DenseOptions, steps=(2, 1))
 
 CONTRACT = Contract(
     parity={
-        "loop": (case(exit_gate=False), "cp2"),
         "normed-tied": (
             case(
                 tie_weights=True,
@@ -33,10 +31,17 @@ CONTRACT = Contract(
             ),
             "tp2",
         ),
-        "gated": (case(checkpointing="full", fsdp=HELD), "tp2-no-sp"),
+        "scaled": (
+            case(
+                checkpointing="full",
+                fsdp=HELD,
+                options=tuple((BLOCKS["granite"] | BLOCKS["phi3"] | SOFTCAPS).items()),
+            ),
+            "tp2",
+        ),
         "split": (
-            case(exit_gate=False, options=tuple(SPLIT.items()), backward_steps=2),
-            "tp2 dp2",
+            case(exit_gate=False, steps=(3, 1), options=tuple(SPLIT.items()), backward_steps=2),
+            "dp2",
         ),
         **{
             name: (case(exit_gate=False, options=tuple(BLOCKS[name].items())), layouts)

@@ -33,7 +33,7 @@ def train_chain(
         config = tiny_config(source, folder, steps=STEPS)
         config.parallelism.tensor_parallel_degree = degree
         config.training.local_batch_size = 4
-        config.recurrence.steps = Schedule.constant(1 if stages else 2)
+        config.recurrence.steps = Schedule.constant(1)
         config.model.n_layers = 2 if stages else 1
         stages.append(Stage(name=name, parent=stages[-1].name if stages else None, config=config))
     stages[1].config.checkpoint.carry.upcycle = "stacked"

@@ -123,6 +123,14 @@ class GlooPool:
             self.close()
             raise
 
+    def __enter__(self) -> "GlooPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes of a pool that only one test uses, and delete its files."""
+        self.close()
+        self._folder.cleanup()
+
     def close(self) -> None:
         """End the processes; a later `run` starts new ones."""
         for rank in self._ranks:

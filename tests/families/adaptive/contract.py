@@ -36,7 +36,6 @@ def rehearsed(config: LoopTrainer.Config) -> None:
 
 CONTRACT = Contract(
     parity={
-        "plain": (case(), "dp2"),
         "memory": (case(**MEMORY), "tp2-no-sp tp2"),
         "memory-full": (case("full", held=True, **MEMORY), "cp2"),
         "memory-selective": (case("selective", **MEMORY), "dp2"),

@@ -9,8 +9,7 @@ from titan_loop.families.discoloop.ponder import PonderOptions
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
-# Micro-batches with two channels between steps, and with none. One layer, but two in a case of
-# each family.
+# Micro-batches with two channels between steps, and with none. One layer, but two in a case.
 STEPS = (3, 1)
 ONE_LAYER = (("n_layers", 1),)
 LEARNED = (*ONE_LAYER, ("channel_gate", "learned"))
@@ -34,7 +33,6 @@ def rehearsed(options: type[DecodingOptions], config: LoopTrainer.Config) -> Non
 
 CONTRACT = Contract(
     parity={
-        "disco": (disco(exit_gate=False, options=()), "dp2 tp2 cp2"),
         "disco-learned-full": (
             disco(options=(*LEARNED, ("top_k", 5), ("temperature", 0.5)), checkpointing="full"),
             "tp2-no-sp cp2",
@@ -43,18 +41,22 @@ CONTRACT = Contract(
             disco(exit_gate=False, options=LEARNED, checkpointing="recurrent-step+full", fsdp=HELD),
             "dp2-tp2",
         ),
-        "disco-selective": (
-            disco(options=(*LEARNED, ("top_k", 5)), checkpointing="selective"),
+        "disco-always-truncated": (
+            disco(
+                options=(*ONE_LAYER, ("top_k", 5)),
+                reshard="always",
+                backward_steps=2,
+                checkpointing="selective",
+            ),
             "dp2",
         ),
-        "disco-always-truncated": (disco(reshard="always", backward_steps=2), "hsdp2x2"),
         "ponder-always": (
             ponder(
                 options=(*ONE_LAYER, ("top_k", 9)),
                 reshard="always",
                 checkpointing="selective",
             ),
-            "cp2-tp2",
+            "cp2",
         ),
         "ponder-never": (
             ponder(

@@ -31,11 +31,11 @@ OTHER = {
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
     """Return a run whose backward pass grows from 2 passes to all."""
-    config = small_run(folder, HrmTextOptions(**SMALL))
+    config = small_run(folder, HrmTextOptions(**SMALL), steps=4)
     config.dataloader = TaskLoader.Config(task=Mano(5, 3), prefix=True)
-    growth = Schedule.steps([(0, 2), (2 * BATCH, 4), (4 * BATCH, 6)])
+    growth = Schedule.steps([(0, 2), (BATCH, 4), (3 * BATCH, 6)])
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(2), backward_growth=growth)
-    config.suite = SuiteConfig(interval=6, tasks=["mano"], depths=[1, 2], questions=8)
+    config.suite = SuiteConfig(interval=4, tasks=["mano"], depths=[1, 2], questions=8)
     config.ema = WeightAverageConfig(decay=0.5)
     return config
 
@@ -45,7 +45,7 @@ CONTRACT = Contract(
         "all": (case(exit_gate=False, options=()), "tp2"),
         "truncated": (
             case(exit_gate=False, steps=(3, 2), backward_steps=4, checkpointing="recurrent-step"),
-            "dp2 cp2",
+            "cp2",
         ),
         "held-tied": (
             case(
@@ -55,7 +55,7 @@ CONTRACT = Contract(
                 checkpointing="full",
                 backward_steps=3,
             ),
-            "dp2-tp2",
+            "dp2",
         ),
         "gated": (case(checkpointing="selective"), "tp2-no-sp"),
     },

@@ -43,12 +43,11 @@ case = partial(Case, family=InklingOptions, steps=(2, 1), options=tuple(SMALL.it
 
 CONTRACT = Contract(
     parity={
-        "passes": (case(exit_gate=False), "dp2 ep2"),
         "truncated": (
             case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
-            "ep2",
+            "dp2",
         ),
-        "held-gated": (case(fsdp=HELD, checkpointing="full"), "ep2-dp2"),
+        "held-gated": (case(fsdp=HELD, checkpointing="full"), "ep2"),
     },
     compiled={"passes": Compiled(InklingOptions(**SMALL), steps=2)},
     generated={"passes": Generated(InklingOptions(**SMALL), Confidence(0.05))},

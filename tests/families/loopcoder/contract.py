@@ -18,22 +18,22 @@ case = partial(Case, family=LoopCoderOptions, steps=(2, 1), options=tuple(NEAR.i
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
     """Return a run in which steps 1 to 3 take turns, and the backward pass reaches two of them."""
-    config = small_run(folder, LoopCoderOptions(**NEAR))
-    steps = Schedule.steps([(0, 1), (2 * BATCH, 2), (4 * BATCH, 3)])
+    config = small_run(folder, LoopCoderOptions(**NEAR), steps=4)
+    steps = Schedule.steps([(0, 1), (BATCH, 2), (3 * BATCH, 3)])
     config.recurrence = RecurrenceConfig(steps=steps, backward_steps=2)
     return config
 
 
 CONTRACT = Contract(
     parity={
-        "loop": (case(exit_gate=False), "tp2 cp2"),
+        "loop": (case(exit_gate=False), "cp2"),
         "truncated": (
             case(exit_gate=False, backward_steps=1, checkpointing="recurrent-step"),
             "dp2",
         ),
         "held-tied": (
             case(tie_weights=True, exit_gate=False, fsdp=HELD, checkpointing="full"),
-            "dp2-tp2",
+            "tp2",
         ),
     },
     compiled={"loop": Compiled(LoopCoderOptions(n_layers=1, **NEAR))},

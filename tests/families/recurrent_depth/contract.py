@@ -13,10 +13,10 @@ from titan_loop.training.trainer import LoopTrainer
 
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
-    """Return six steps of drawn R, promoted after the third."""
+    """Return five steps of drawn R, promoted after the third."""
     config = load_recipe("recurrent_depth_small").stage("depth_dynamic").config
     batch = int(config.batch.global_batch_tokens(0))
-    config.dump_folder, config.total_tokens = str(folder), 6 * batch
+    config.dump_folder, config.total_tokens = str(folder), 5 * batch
     config.training.local_batch_size //= 2
     config.learning_rate = Schedule.constant(1e-3)
     curriculum = config.dataloader.curriculum  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ model = partial(RetrofitOptions, **SPLIT)
 
 CONTRACT = Contract(
     parity={
-        "bridge": case("tp2 cp2", {"bridge": True}, fsdp=HELD),
+        "bridge": case("cp2", {"bridge": True}, fsdp=HELD),
         "truncated": case(
             "dp2",
             {"bridge": True, "damping": 2},
@@ -43,7 +43,9 @@ CONTRACT = Contract(
             checkpointing="recurrent-step",
         ),
         "adapters": case(
-            "tp2 tp2-no-sp", {"adapter_rank": 3, "adapter_sets": 2}, checkpointing="full"
+            "tp2 tp2-no-sp",
+            {"bridge": True, "adapter_rank": 3, "adapter_sets": 2},
+            checkpointing="full",
         ),
         "mixer": case("tp2", {"mixer": True}, backward_steps=2),
         "new": case("dp2", {**LATE, "trained": "new"}, steps=(3, 2)),

@@ -61,14 +61,19 @@ def generated(**options) -> Generated:
 
 CONTRACT = Contract(
     parity={
-        "diagonal": case("dp2 cp2 tp2-no-sp", prelude_norm=True),
-        "truncated": case("dp2", "recurrent-step", 2),
-        "orthogonal": case("tp2", "selective", injection="orthogonal"),
-        "linear": case("tp2", "full", injection="linear", state_norm=True),
-        "noise": case("tp2-no-sp", "recurrent-step", start_state="normal"),
-        "shared": case("tp2", states="shared", low_cycles=2),
+        "truncated": case("dp2", "recurrent-step", 2, prelude_norm=True),
+        "shared": case("tp2", "selective", injection="orthogonal", states="shared", low_cycles=2),
+        "noise": case("tp2-no-sp", "recurrent-step", start_state="normal", prelude_norm=True),
         "split": case("cp2", "full", n_layers=4, states="split", low_cycles=2, core_passes=2),
-        "untied": case("tp2", n_layers=4, untied_steps=2, start_state="input"),
+        "untied": case(
+            "tp2",
+            "full",
+            n_layers=4,
+            untied_steps=2,
+            start_state="input",
+            injection="linear",
+            state_norm=True,
+        ),
     },
     generated={
         "diagonal": generated(),

@@ -67,7 +67,7 @@ class Snapshots(Callback):
 def demonstration(source: Path, folder: Path) -> LoopTrainer.Config:
     """Return what `tools/spikes.py` trains, with smaller steps."""
     config = shown(source, folder)
-    config.recurrence.steps = Schedule.constant(2)
+    config.recurrence.steps = Schedule.constant(1)
     return config
 
 
@@ -136,7 +136,7 @@ def test_a_skipped_step_leaves_weights_and_optimiser_alone(passed: tuple[Path, S
 
 @pytest.mark.usefixtures("alone")
 def test_a_skipped_step_leaves_muon_alone(source: Path, tmp_path: Path):
-    config, kept = shown(source, tmp_path), Snapshots()
+    config, kept = demonstration(source, tmp_path), Snapshots()
     config.optimizer.name, config.training.steps = "muon", 14
     config.training.local_batch_size = 4  # two micro-batches
     config.callbacks = (*config.callbacks, kept)

@@ -28,7 +28,7 @@ def train(source: Path, run: Path, layout: str) -> None:
     config = demonstration(source, run)
     config.training.steps, config.checkpoint.interval = STEPS, SAVED
     config.training.local_batch_size = BATCH_WINDOWS
-    config.recurrence.steps = Schedule.constant(2)
+    config.recurrence.steps = Schedule.constant(1)
     bad = [BATCH_WINDOWS * (step - 1) + n for step in BAD_STEPS for n in range(BATCH_WINDOWS)]
     config.callbacks = (Spikes(bad, poisoned_after=POISONED_AFTER, factor=30.0),)
     for name, degree in changes.items():
