@@ -10,6 +10,7 @@ from titan_loop.inference.exit_policy import Confidence
 from titan_loop.models.dense import DenseOptions
 
 LAYOUTS = {
+    "qwen3": "tp2",
     "olmo2": "tp2 tp2-no-sp",
     "gemma2": "cp2",
     "gemma3": "tp2",
