@@ -90,7 +90,8 @@ def assert_every_weight_is_reduced_once(
 def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
     config = stage(context_parallel=2)
-    config.model.attention = "flex"
+    config.model.attention, config.model.n_layers = "flex", 1
+    config.recurrence.steps = Schedule.constant(1)
     config.activation_checkpoint = SelectiveAC.Config()
     config.compile = LoopCompileConfig(enable=True, components=["model"])
     counters.clear()
