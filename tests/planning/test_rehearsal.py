@@ -214,7 +214,7 @@ SMALL = (
     *("plan", "ouro_1_4b", "--stage", "1a", "--gpus-per-node", "8", "--model.size", "debugmodel"),
     *("--training.seq-len", "64", "--batch.global-batch-tokens", "1024", "--compile.no-enable"),
     *("--batch.multiple-of-windows", "8", "--recurrence.steps", "2"),
-    *("--model.attention", "sdpa"),
+    *("--model.attention", "sdpa", "--model.n-layers", "1"),
 )
 
 
