@@ -181,6 +181,7 @@ def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch
 def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
     config = stage(tensor_parallel=2, data_parallel_replicate=2)
     config.optimizer.name, config.model.n_layers = "muon", 1
+    config.recurrence.steps = Schedule.constant(1)
     (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
     assert measured.moved["all-to-all"].count == measured.moved_in(4)["all-to-all"].count == 2
     reductions = measured.micro_batches * len(needs.units)  # one more over the replicas for each
@@ -258,6 +259,7 @@ def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys
 
 def test_one_gpu_exchanges_nothing_and_holds_what_it_trains():
     one, config = Cluster(nodes=1, gpus_per_node=1, gpu=EIGHT.gpu, mfu=0.4), stage()
+    config.recurrence.steps = Schedule.constant(1)
     step, (needs,) = step_of(config, one), recipe_needs(recipe_of(config), one)
     assert not any(moved.count for moved in step.moved.values())
     casts = needs.states.parameters / 2  # in bf16
