@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import sys
 from pathlib import Path
 
 import pytest
