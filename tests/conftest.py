@@ -133,11 +133,9 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VecISA, "check_build", lambda *_: False)
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket on a server that speaks S3's protocol, on this machine."""
-    import fsspec
-
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server that speaks S3's protocol, on this machine."""
     server_module = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     with socket.socket() as probe:
@@ -145,7 +143,16 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         port = probe.getsockname()[1]
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    yield f"http://127.0.0.1:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, s3_server: str) -> Iterator[str]:
+    """A bucket that is new for every test."""
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sEcReT-kEy-0123456789")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -154,9 +161,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     file_system.mkdir("bucket")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield "s3://bucket"
-    file_system.rm("bucket", recursive=True)  # what a server holds outlives it in this process
+    file_system.rm("bucket", recursive=True)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    server.stop()
 
 
 def pytest_configure() -> None:

@@ -44,18 +44,22 @@ class _Admitted(NamedTuple):
 
 def bound_refusals(section: str, config: Any) -> Iterator[Refusal]:
     """Refuse values of a config, and of our configs inside it, that their fields do not admit."""
-    hints = _hints(type(config))
+    admitted = _admitted_fields(type(config))
     for field in fields(config):
         value, name = getattr(config, field.name), field.name
         dotted = f"{section}.{name}" if section else name
-        yield from refused(dotted, value, hints[name])
+        yield from _refused(dotted, value, admitted[name])
         if is_dataclass(value) and not type(value).__module__.startswith("torchtitan."):
             yield from bound_refusals(dotted, value)
 
 
 def refused(name: str, value: Any, hint: Any) -> Iterator[Refusal]:
     """Yield the refusal of a value outside of its type hint; None is a matter of the type alone."""
-    choices, bounds, advice = _admitted(hint)
+    return _refused(name, value, _admitted(hint))
+
+
+def _refused(name: str, value: Any, admitted: _Admitted) -> Iterator[Refusal]:
+    choices, bounds, advice = admitted
     if value is None:
         return
     if choices and value not in choices:
@@ -79,8 +83,9 @@ def numbers(value: Any) -> Iterable[float]:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _admitted_fields(kind: type) -> dict[str, _Admitted]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: _admitted(hint) for name, hint in hints.items()}
 
 
 def _admitted(hint: Any) -> _Admitted:

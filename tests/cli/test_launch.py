@@ -3,12 +3,12 @@
 import contextlib
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
+from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
@@ -19,22 +19,29 @@ from titan_loop.runs.run_directory import RunDirectory
 pytestmark = pytest.mark.multiprocess
 
 
-def _torchrun(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), "-m", "titan_loop", "train", *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def _torchrun(folder: Path, ranks: int, *arguments: str) -> tuple[int | None, str]:
+    """Return torchrun's exit code and output; it is forked, its ranks are new interpreters."""
     root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.getenv("PYTHONPATH")]))
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    output = folder / "output.txt"
+    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "titan_loop", "train"]
+    torchrun = preloaded_context().Process(
+        target=_be_torchrun, args=(folder, environment, output, [*words, *arguments])
     )
+    torchrun.start()
+    torchrun.join()
+    return torchrun.exitcode, output.read_text()
+
+
+def _be_torchrun(folder: Path, environment: dict[str, str], output: Path, words: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.distributed.run.main(words)
 
 
 def test_ranks_of_torchrun_train_the_quick_start_recipe(source, tmp_path):
@@ -44,8 +51,8 @@ def test_ranks_of_torchrun_train_the_quick_start_recipe(source, tmp_path):
         "--held-out.interval", "3", "--held-out.windows", "3",
         "--training.local-batch-size", "2", "--dump-folder", "run",
     )  # fmt: skip
-    result = _torchrun(tmp_path, 2, "quickstart", *flags)
-    assert result.returncode == 0, result.stderr[-3000:]
+    code, said = _torchrun(tmp_path, 2, "quickstart", *flags)
+    assert code == 0, said[-3000:]
     run = RunDirectory(tmp_path / "run")
     assert [record["step"] for record in run.read_metrics()] == [1, 3]
     assert committed_steps(run.checkpoints) == [3]

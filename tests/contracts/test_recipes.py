@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from titan_loop.analysis.results import ResultTable
-from titan_loop.errors import UserError
-from titan_loop.models.family import build_decoder, resolved_shape
-from titan_loop.recipes.recipe import Stage
+from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe, recipe_module, recipe_summaries
 from titan_loop.training.preflight import setting_refusals, value_refusals
+
+BUILT: set[str] = set()
 
 
 def tables() -> Iterator[tuple[str, ResultTable]]:
@@ -20,18 +20,9 @@ def tables() -> Iterator[tuple[str, ResultTable]]:
             yield recipe, table
 
 
-def vocabulary(stage: Stage) -> int:
-    """Return the tokens of a stage's task, or of its named size where data are a user's files."""
-    try:
-        task = stage.config.dataloader.generated_task()
-        return resolved_shape(stage.config.model).vocab_size if task is None else task.vocab_size
-    except UserError:  # a tokenizer of the user
-        return resolved_shape(stage.config.model).vocab_size
-
-
 @pytest.mark.parametrize("name", recipe_summaries())
 def test_stages_are_built_and_nothing_of_them_is_refused(name):
-    recipe, built = load_recipe(name), set()
+    recipe = load_recipe(name)
     names = {stage.name for stage in recipe.stages}
     for stage in recipe.stages:
         config = stage.config
@@ -40,11 +31,12 @@ def test_stages_are_built_and_nothing_of_them_is_refused(name):
         found += setting_refusals(config, starts_trained=stage.parent is not None)
         found = [refusal for refusal in found if refusal.field != "loss.teacher"]  # a user's run
         assert not found, (stage.name, [str(refusal) for refusal in found])
-        options = replace(config.model, attention="sdpa", vocab_size=vocabulary(stage))
-        window = config.training.seq_len
-        if (str(options), window) not in built:
-            built.add((str(options), window))
+        # Neither R nor the vocabulary is a part of a layer, and many recipes share their layers.
+        options = replace(config.model, attention="sdpa", vocab_size=128, recurrent_steps=None)
+        if str(options) not in BUILT:
+            window = config.training.seq_len
             assert build_decoder(options, max_seq_len=window, device="meta").layers
+            BUILT.add(str(options))
 
 
 @pytest.mark.parametrize(

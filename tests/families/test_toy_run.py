@@ -29,6 +29,7 @@ def test_a_run_is_examined_and_what_it_cannot_is_refused(tmp_path: Path, capfd):
 
 
 def test_the_toy_is_planned(capfd):
-    assert main.main(["plan", RECIPE, "--nodes", "1", "--gpus-per-node", "4"]) == 0
+    flags = ["--compile.no-enable", "--recurrence.steps", "1"]
+    assert main.main(["plan", RECIPE, "--nodes", "1", "--gpus-per-node", "4", *flags]) == 0
     out = capfd.readouterr().out
     assert "update norm" in out  # its own unit travels

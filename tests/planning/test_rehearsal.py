@@ -90,7 +90,8 @@ def assert_every_weight_is_reduced_once(
 def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
     config = stage(context_parallel=2)
-    config.model.attention = "flex"
+    config.model.attention, config.model.n_layers = "flex", 1
+    config.recurrence.steps = Schedule.constant(1)
     config.activation_checkpoint = SelectiveAC.Config()
     config.compile = LoopCompileConfig(enable=True, components=["model"])
     counters.clear()
@@ -180,6 +181,7 @@ def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch
 def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
     config = stage(tensor_parallel=2, data_parallel_replicate=2)
     config.optimizer.name, config.model.n_layers = "muon", 1
+    config.recurrence.steps = Schedule.constant(1)
     (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
     assert measured.moved["all-to-all"].count == measured.moved_in(4)["all-to-all"].count == 2
     reductions = measured.micro_batches * len(needs.units)  # one more over the replicas for each
@@ -213,7 +215,7 @@ SMALL = (
     *("plan", "ouro_1_4b", "--stage", "1a", "--gpus-per-node", "8", "--model.size", "debugmodel"),
     *("--training.seq-len", "64", "--batch.global-batch-tokens", "1024", "--compile.no-enable"),
     *("--batch.multiple-of-windows", "8", "--recurrence.steps", "2"),
-    *("--model.attention", "sdpa"),
+    *("--model.attention", "sdpa", "--model.n-layers", "1"),
 )
 
 
@@ -257,6 +259,7 @@ def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys
 
 def test_one_gpu_exchanges_nothing_and_holds_what_it_trains():
     one, config = Cluster(nodes=1, gpus_per_node=1, gpu=EIGHT.gpu, mfu=0.4), stage()
+    config.recurrence.steps = Schedule.constant(1)
     step, (needs,) = step_of(config, one), recipe_needs(recipe_of(config), one)
     assert not any(moved.count for moved in step.moved.values())
     casts = needs.states.parameters / 2  # in bf16

@@ -113,6 +113,10 @@ def test_wandb_keeps_what_is_logged_after_a_fallback(tmp_path: Path, monkeypatch
 def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_X_SAVE_REQUIREMENTS", "false")
+    # It imports W&B's launcher, which takes longer than all the rest.
+    launcher = "wandb.sdk.wandb_run.Run._detect_and_apply_job_inputs"
+    monkeypatch.setattr(launcher, lambda _: None, raising=False)
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     for run in ("first", "first", "second"):
         build(tmp_path / run, enable_wandb=True).close()

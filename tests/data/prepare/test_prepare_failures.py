@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.multiprocess import preloaded_context
+from titan_loop.cli.main import main
 from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
@@ -59,23 +61,26 @@ def test_a_file_that_cannot_grow(files, small_tokenizer, tmp_path):
 
 def command(files: list[Path], tokenizer: Path, out: Path, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "titan_loop", "data", "tokenize", *map(str, files)),
+        *("data", "tokenize"),
+        *map(str, files),
         *("--output", str(out), "--tokenizer", str(tokenizer), "--held-out-fraction", "0", *more),
     ]
 
 
-def test_what_a_worker_process_finds_is_said_in_one_line(files, small_tokenizer, tmp_path):
+def test_what_a_worker_process_finds_is_said_in_one_line(files, small_tokenizer, tmp_path, capfd):
     broken = tmp_path / "2.jsonl.gz"
     broken.write_bytes(gzip.compress(files[1].read_bytes())[:-9])
     workers = ("--tasks", "3", "--workers", "2")
-    result = subprocess.run(
-        command([*files, broken], small_tokenizer, tmp_path / "out", *workers),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == EXIT_USER_ERROR
-    assert "2.jsonl.gz cannot be read to its end" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    words = command([*files, broken], small_tokenizer, tmp_path / "out", *workers)
+    assert main(words) == EXIT_USER_ERROR
+    said = capfd.readouterr().err
+    assert "2.jsonl.gz cannot be read to its end" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def run_in_a_session(words: list[str]) -> None:
+    os.setsid()
+    sys.exit(main(words))
 
 
 def test_a_killed_preparation_goes_on(files, small_tokenizer, tmp_path):
@@ -85,12 +90,13 @@ def test_a_killed_preparation_goes_on(files, small_tokenizer, tmp_path):
         path.write_bytes(files[1].read_bytes())
     every, out = [*files, *more], tmp_path / "out"
     started = command(every, small_tokenizer, out, "--tasks", "8")
-    process = subprocess.Popen(started, start_new_session=True)
+    process = preloaded_context().Process(target=run_in_a_session, args=(started,))
+    process.start()
     completions = out / "logs/train/completions"
-    while process.poll() is None and not (completions / "00000").exists():
+    while process.exitcode is None and not (completions / "00000").exists():
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     done = {path.name: path.stat().st_mtime_ns for path in completions.iterdir()}
     assert 1 <= len(done) < 8, "killed too late to tell anything"
     options = {"tokenizer": small_tokenizer, "tasks": 8, "held_out_fraction": 0}

@@ -17,7 +17,7 @@ def identity(teacher: Made | None = None) -> LoopTrainer.Config:
     config = stage()
     config.model = RetrofitOptions(n_layers=3, prelude_layers=1, coda_layers=1, bridge=True)
     config.model.vocab_size, config.model.attention = 300, "sdpa"
-    config.recurrence.steps = Schedule.constant(2)
+    config.recurrence.steps = Schedule.constant(1)
     if teacher is not None:
         config.loss = DistillationLoss.Config(teacher=str(teacher.run))
     return config
