@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 
 from tests.inference.reference import make_model, prompts
 from tests.inference.test_captured import CASES
@@ -78,10 +77,7 @@ def test_steps_share_code_and_streams_share_visits(interpreted):
 
 
 def test_inductor_generates_the_same(monkeypatch, inductor):
-    """Steps 2 and 3, which share their code; the first step is interpreted.
-
-    It is a single kernel, so headers compiled in advance would not pay.
-    """
+    """Steps 2 and 3, which share their code; the first step is interpreted."""
     real, compiled_graphs = compiled._code, []
 
     def code(graph, tensors, mode):
@@ -91,8 +87,7 @@ def test_inductor_generates_the_same(monkeypatch, inductor):
         return real(graph, tensors, mode)
 
     monkeypatch.setattr(compiled, "_code", code)
-    with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
-        same(make_model(n_layers=1).double(), rows=1)
+    same(make_model(n_layers=1).double(), rows=1)
     assert len(compiled_graphs) == 1
 
 
