@@ -193,6 +193,7 @@ def _be_the_agent(start: Start, source: Path, log: Path, pids: Path) -> int:
 def _be_a_rank(start: Start, source: Path, changes: dict[str, Any]) -> int:
     torch.set_num_threads(1)
     config = tiny_config(source, start.run, steps=STEPS)
+    config.training.local_batch_size = 2  # four ranks share eight windows
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
