@@ -67,15 +67,12 @@ def _find_recipes() -> dict[str, _Found]:
 
 @cache  # parsing all studies takes a tenth of a second, and some commands ask for many recipes
 def _recipes_of(module: str, source: str) -> list[tuple[str, _Found]]:
+    def summary(node: ast.FunctionDef | ast.Module) -> str:
+        return (ast.get_docstring(node) or "").partition("\n")[0]
+
     tree = ast.parse(source)
     return [
-        (
-            node.name,
-            _Found(
-                module,
-                *((ast.get_docstring(each) or "").partition("\n")[0] for each in (node, tree)),
-            ),
-        )
+        (node.name, _Found(module, summary(node), summary(tree)))
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and not node.name.startswith("_")
