@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
+from tests.support.inner_session import become
 from tests.support.multiprocess import preloaded_context
 from tests.support.tiny import SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.folders import committed_steps
@@ -35,12 +36,7 @@ def _torchrun(folder: Path, ranks: int, *arguments: str) -> tuple[int | None, st
 
 
 def _be_torchrun(folder: Path, environment: dict[str, str], output: Path, words: list[str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    become(folder, environment, output)
     torch.distributed.run.main(words)
 
 

@@ -1,4 +1,4 @@
-"""A pytest session in a process of its own; imports nothing that reads the environment."""
+"""Programs in forked processes of their own; imports nothing that reads the environment."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 
-def run_inner_session(folder: Path, environment: dict[str, str], output: Path) -> None:
-    """Run the tests of `folder` in this process, which is forked for it, and end it.
+def become(folder: Path, environment: dict[str, str], output: Path) -> None:
+    """Give this process, which is forked for it, what a new program would be started with.
 
     Args:
-        folder: The project; the session's working folder.
+        folder: The working folder.
         environment: The whole environment.
         output: Where stdout and stderr go.
     """
@@ -21,4 +21,9 @@ def run_inner_session(folder: Path, environment: dict[str, str], output: Path) -
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+
+
+def run_inner_session(folder: Path, environment: dict[str, str], output: Path) -> None:
+    """Run the tests of `folder`, a project, in this process, and end it; arguments as above."""
+    become(folder, environment, output)
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", str(folder)]))
