@@ -101,7 +101,7 @@ def test_studies_are_ours_whatever_the_current_folder_holds(tmp_path: Path):
     sender.close()
     count, module = receiver.recv()
     process.join()
-    assert count > 10  # of tasks; this process may know those of other tests
+    assert count > 10
     assert module == "train_configs.adaptive.task"
 
 

@@ -17,7 +17,7 @@ SMALL = {f"{domain}_megabytes": size for domain, size in SIZES.items()}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_list_of_files():
-    """A few packages' files, because it takes seconds to list those of torch."""
+    """List the files of a few packages alone; listing those of torch takes seconds."""
     every = local_python.installed_distributions()
     distributions = {name: every[name] for name in ("mpmath", "numpy", "sympy", "torchtitan")}
     files = local_python.python_files(distributions)
