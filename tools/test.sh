@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All tests, on a fresh machine with only Python 3.11 or later; those on a real SLURM are in
-# tools/test_slurm.sh, those of damaged and crafted files in tools/test_hostile.sh,
-# short runs that must learn in tools/test_effects.sh.
+# The tests, on a fresh machine with only Python 3.11 or later. Those on several ranks run with --all,
+# and where files are named; those on a real SLURM are in tools/test_slurm.sh, those of damaged and
+# crafted files in tools/test_hostile.sh, short runs that must learn in tools/test_effects.sh.
 #
-#   bash tools/test.sh [PYTEST ARGUMENTS]
+#   bash tools/test.sh [--all] [PYTEST ARGUMENTS]
 #
 # Two files run at a time; -n 0 runs them one after another in this process, as --pdb needs.
 # A test that takes twenty minutes hangs: every thread's stack is printed, and the session ends.
@@ -13,8 +13,14 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests
+kinds="not slurm and not hostile and not effects"
+if [ "${1:-}" = --all ]; then
+    shift
+elif [[ " $*" != *" tests"* ]]; then
+    kinds+=" and not multiprocess"
+fi
 # Or every process that a test starts compiles the package again, and every worker all tests.
 unset PYTHONDONTWRITEBYTECODE
 "$VENV/bin/python" -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
     -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true \
-    -m "not slurm and not hostile and not effects" "$@"
+    -m "$kinds" "$@"
