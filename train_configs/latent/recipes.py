@@ -74,6 +74,9 @@ SMALL_INITIAL: dict[str, Any] = {
 """What lets copies and sums begin within 350 steps with both seeds tried: a token finds others
 like itself from the start, and what a layer adds is as large as what it reads."""
 
+_SHARES = {"correction": "discrete", "lookup_correction": "lookup"}
+"""Method → the one whose first stage it shares."""
+
 METHODS = {
     "discrete": "discrete",
     "discrete + correction": "correction",
@@ -213,8 +216,11 @@ def latent_small() -> Recipe:
     """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper.
 
     A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
+    `lookup` is `discrete` with initial weights for what the seeds that learn sums do: the first
+    layer fetches the parents' values, the second adds what stands in its equation.
     """
     discrete = LatentOptions(size="small", relative_window=16, **SMALL_INITIAL)
+    lookup = replace(discrete, initial_weights="lookup")
     continuous = replace(discrete, state="continuous")
     plain = OuroOptions(
         n_layers=4,
@@ -228,6 +234,8 @@ def latent_small() -> Recipe:
     models: dict[str, ModelOptions] = {
         "discrete": discrete,
         "correction": replace(discrete, corruption=0.05),
+        "lookup": lookup,
+        "lookup_correction": replace(lookup, corruption=0.05),
         "continuous": continuous,
         "end_to_end": continuous,
         "feed_forward": replace(continuous, n_layers=8),
@@ -239,8 +247,8 @@ def latent_small() -> Recipe:
         if name == "chain_of_thought":
             tasks = [DagChainOfThought(**asdict(task), thought="equations") for task in tasks]
         sums, graphs = (_small(model, task, end_to_end=end_to_end.get(name)) for task in tasks)
-        parent = "discrete_first" if name == "correction" else f"{name}_first"
-        if name != "correction":
+        parent = f"{_SHARES.get(name, name)}_first"
+        if name not in _SHARES:
             stages.append(Stage(name=parent, config=sums))
         stages.append(Stage(name=name, config=graphs, parent=parent))
     return Recipe(name="latent_small", stages=stages)

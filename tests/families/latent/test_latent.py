@@ -42,6 +42,18 @@ def model_of(**options) -> LatentDecoder:
     return model
 
 
+def test_lookup_starts_the_first_layer_by_likeness_and_the_second_by_distance():
+    torch.manual_seed(0)
+    options = replace(OPTIONS, initial_keys="queries", initial_weights="lookup")
+    first, second = (
+        layer.attention for layer in build_decoder(options, max_seq_len=LENGTH).layers.values()
+    )
+    assert torch.equal(first.qkv_linear.wq.weight, first.qkv_linear.wk.weight)
+    assert not torch.equal(second.qkv_linear.wq.weight, second.qkv_linear.wk.weight)
+    ranges = [layer.distance_scores.weight.std().item() for layer in (first, second)]
+    assert ranges == pytest.approx([options.initializer_range, 3**-0.5], rel=0.1)
+
+
 def windows(count: int = 3, key: int = 0) -> tuple[Tensor, Tensor, Tensor, Columns]:
     """Return packed windows of graphs: tokens, positions, labels and columns."""
     loader = TaskLoader.Config(task=TASK, all_targets=True, seed=key, prefetch=False)

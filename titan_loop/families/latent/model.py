@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError
+from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -63,7 +64,7 @@ from titan_loop.models.recurrence import Carry
 
 State = Literal["discrete", "continuous"]
 Corrupted = Literal["told", "due"]
-InitialWeights = Literal["ouro", "torch"]
+InitialWeights = Literal["ouro", "torch", "lookup"]
 
 _ABSENT = (
     "exit_gate",
@@ -109,8 +110,10 @@ class LatentOptions(LoopOptions):
     out in this step, as in the authors' code."""
 
     initial_weights: InitialWeights = "ouro"
-    """Initial weights: ouro; or torch, as `nn.Linear` and `nn.Embedding` draw them in the authors'
-    code, with the vectors of distances on the scale of keys."""
+    """Initial weights: ouro; torch, as `nn.Linear` and `nn.Embedding` draw them in the authors'
+    code, with the vectors of distances on the scale of keys; or lookup, as ouro, but the layers
+    after the first have such vectors, and keys of their own despite `initial_keys=queries`, so that
+    the first looks for tokens like itself and the others at distances."""
 
     scale_scores_by_terms: bool = False
     """Whether attention scores are divided by √(3·H) instead of √H, as in DeBERTa, where a score is
@@ -372,14 +375,25 @@ def decoder_config(
     )
     if options.initial_weights == "torch":
         _start_as_in_torch(config)
+    elif options.initial_weights == "lookup":
+        for layer in config.layers[1:]:
+            layer.attention.keys_start_as_queries = False
+            _distances_on_the_scale_of_keys(layer.attention)
     return config
 
 
-def _start_as_in_torch(config: LatentDecoder.Config) -> None:
-    """Give every weight the distribution that it has in the authors' code.
+def _distances_on_the_scale_of_keys(attention: LoopAttention.Config) -> None:
+    """Draw the vectors of distances with the variance of the authors' code, 1/3.
 
-    Their table of distances is normed, then projected like keys, so its elements have variance 1/3.
+    Their table is normed, then projected like keys.
     """
+    if attention.distance_scores is not None:
+        weight = {"weight": partial(normal_matrix, std=3**-0.5)}
+        attention.distance_scores.param_init = weight
+
+
+def _start_as_in_torch(config: LatentDecoder.Config) -> None:
+    """Give every weight the distribution that it has in the authors' code."""
     linear = {"weight": partial(draw, fill=_as_linear)}
     for layer in config.layers:
         attention, feed_forward = layer.attention, layer.feed_forward
@@ -392,9 +406,7 @@ def _start_as_in_torch(config: LatentDecoder.Config) -> None:
             feed_forward.w3,
         ):
             each.param_init = linear
-        if attention.distance_scores is not None:
-            distances = {"weight": partial(normal_matrix, std=3**-0.5)}
-            attention.distance_scores.param_init = distances
+        _distances_on_the_scale_of_keys(attention)
     config.lm_head.param_init = linear
     config.tok_embeddings.param_init = {"weight": partial(normal_matrix, std=1.0)}
 
