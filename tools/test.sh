@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests, on a fresh machine with only Python 3.11 or later. Those on several ranks run with --all,
-# and where files are named; those on a real SLURM are in tools/test_slurm.sh, those of damaged and
-# crafted files in tools/test_hostile.sh, short runs that must learn in tools/test_effects.sh.
+# Runs the tests, on a fresh machine with only Python 3.11 or later. Tests that start several ranks
+# run with --all, or if you name files. tools/test_slurm.sh tests a real SLURM, tools/test_hostile.sh
+# damaged and crafted files, tools/test_effects.sh short runs that must learn.
 #
 #   bash tools/test.sh [--all] [PYTEST ARGUMENTS]
 #
@@ -16,7 +16,7 @@ set_up_tests
 kinds="not slurm and not hostile and not effects"
 if [ "${1:-}" = --all ]; then
     shift
-elif [[ " $*" != *" tests"* ]]; then
+elif [[ "$*" != *tests* ]]; then
     kinds+=" and not multiprocess"
 fi
 # Or every process that a test starts compiles the package again, and every worker all tests.

@@ -216,8 +216,8 @@ def latent_small() -> Recipe:
     """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper.
 
     A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
-    `lookup` is `discrete` with initial weights for what the seeds that learn sums do: the first
-    layer fetches the parents' values, the second adds what stands in its equation.
+    `lookup` is `discrete` with other initial weights, under which the first layer soon fetches the
+    parents' values and the second adds them. Seeds that learn sums without it end up so, too.
     """
     discrete = LatentOptions(size="small", relative_window=16, **SMALL_INITIAL)
     lookup = replace(discrete, initial_weights="lookup")
