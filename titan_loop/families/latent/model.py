@@ -340,6 +340,12 @@ def decoder_config(
     if options.positions != "deberta":
         problem = f"needs the terms of model.positions=deberta, not {options.positions}"
         require_usual(options, ("scale_scores_by_terms",), problem)
+    lookup = options.initial_keys, options.positions
+    if options.initial_weights == "lookup" and lookup != ("queries", "deberta"):
+        raise UserError(
+            "model.initial_weights=lookup needs model.initial_keys=queries and "
+            f"model.positions=deberta, not {lookup[0]} and {lookup[1]}"
+        )
     sizes = (shape.vocab_size, *(options.factors or ()))
     head = FactorHead.Config(
         in_features=shape.dim,
