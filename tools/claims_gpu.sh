@@ -28,7 +28,7 @@ fi
 
 arms=(
     adaptive_small:plain,loop3,iso_flop,loop3_memory
-    latent_small:lookup,lookup_correction,continuous,end_to_end
+    latent_small:eased,eased_correction,eased_end_to_end
     three_hop_small:discoloop
     recurrent_depth_small:depth_r8_half_rate
     recurrent_depth_ood:r4

@@ -114,6 +114,10 @@ class DagArithmetic(Task):
     leaves: int = 6
     """Number of leaves of every graph, in training and in the exam."""
 
+    leaf_zeros: float = 0.0
+    """Probability that a leaf is 0; else its value is uniform, as in the paper. Of uniform values
+    one parent says nothing about a sum, which a model can then learn only as a whole."""
+
     most_parents: int = 3
     """Largest number of parents of a node."""
 
@@ -139,6 +143,8 @@ class DagArithmetic(Task):
         ):
             if value < least:
                 raise UserError(f"{self.name} {field} {value} must be at least {least}")
+        if not 0 <= self.leaf_zeros <= 1:
+            raise UserError(f"{self.name} leaf_zeros {self.leaf_zeros} must be from 0 to 1")
         if not self.operations or not set(self.operations) <= set(OPERATIONS):
             raise UserError(
                 f"{self.name} operations {self.operations!r} must be some of {OPERATIONS}"
@@ -213,7 +219,10 @@ class DagArithmetic(Task):
         shallow: list[int] = []  # nodes that may have children
         for index, name in enumerate(names):
             if index < self.leaves:
-                node = Node(name, (), (), int(generator.random() * self.modulus), 1)
+                value = int(generator.random() * self.modulus)
+                if self.leaf_zeros and generator.random() < self.leaf_zeros:
+                    value = 0
+                node = Node(name, (), (), value, 1)
             else:
                 count = 1 + int(generator.random() * min(self.most_parents, len(shallow)))
                 parents = _sample(generator, shallow, count)

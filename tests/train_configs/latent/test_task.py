@@ -92,6 +92,10 @@ def test_training_graphs_are_as_configured():
     sizes = Counter(len(question) for question in islice(mixed.questions(key=2), 800))
     assert {*sizes} == {*range(5, 13)}
     assert all(abs(count - 100) < 5 * 10 for count in sizes.values())
+    zeros = DagArithmetic(**SMALL, leaf_zeros=0.4)
+    leaves = [node.value for q in islice(zeros.questions(key=2), 400) for node in q[:3]]
+    share = 0.4 + 0.6 / 7  # of 1,200 leaves
+    assert abs(leaves.count(0) - 1200 * share) < 5 * (1200 * share * (1 - share)) ** 0.5
     deep = TASK.draw(random.Random(0), TASK.strata["20_nodes"])
     assert max(node.depth for node in deep) > TASK.most_depth
 

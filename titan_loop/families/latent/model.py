@@ -35,7 +35,7 @@ unit scale, like every H^t; `initial_weights` and `scale_scores_by_terms` choose
 and the scale of attention scores that the authors have.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -47,7 +47,6 @@ from torch import Tensor, nn
 from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError
-from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -64,7 +63,7 @@ from titan_loop.models.recurrence import Carry
 
 State = Literal["discrete", "continuous"]
 Corrupted = Literal["told", "due"]
-InitialWeights = Literal["ouro", "torch", "lookup"]
+InitialWeights = Literal["ouro", "torch", "by_rows"]
 
 _ABSENT = (
     "exit_gate",
@@ -111,9 +110,9 @@ class LatentOptions(LoopOptions):
 
     initial_weights: InitialWeights = "ouro"
     """Initial weights: ouro; torch, as `nn.Linear` and `nn.Embedding` draw them in the authors'
-    code, with the vectors of distances on the scale of keys; or lookup, as ouro, but the layers
-    after the first have such vectors, and keys of their own despite `initial_keys=queries`, so that
-    the first looks for tokens like itself and the others at distances."""
+    code, with the vectors of distances on the scale of keys; or by_rows, as ouro, but the variance
+    of a factor's embedding is its share of all rows, so that tokens of one name are alike whatever
+    their values are."""
 
     scale_scores_by_terms: bool = False
     """Whether attention scores are divided by √(3·H) instead of √H, as in DeBERTa, where a score is
@@ -340,12 +339,6 @@ def decoder_config(
     if options.positions != "deberta":
         problem = f"needs the terms of model.positions=deberta, not {options.positions}"
         require_usual(options, ("scale_scores_by_terms",), problem)
-    lookup = options.initial_keys, options.positions
-    if options.initial_weights == "lookup" and lookup != ("queries", "deberta"):
-        raise UserError(
-            "model.initial_weights=lookup needs model.initial_keys=queries and "
-            f"model.positions=deberta, not {lookup[0]} and {lookup[1]}"
-        )
     sizes = (shape.vocab_size, *(options.factors or ()))
     head = FactorHead.Config(
         in_features=shape.dim,
@@ -381,25 +374,17 @@ def decoder_config(
     )
     if options.initial_weights == "torch":
         _start_as_in_torch(config)
-    elif options.initial_weights == "lookup":
-        for layer in config.layers[1:]:
-            layer.attention.keys_start_as_queries = False
-            _distances_on_the_scale_of_keys(layer.attention)
+    elif options.initial_weights == "by_rows":
+        weight = partial(draw, fill=partial(_by_rows, sizes=sizes))
+        config.tok_embeddings.param_init = {"weight": weight}
     return config
 
 
-def _distances_on_the_scale_of_keys(attention: LoopAttention.Config) -> None:
-    """Draw the vectors of distances with the variance of the authors' code, 1/3.
-
-    Their table is normed, then projected like keys.
-    """
-    if attention.distance_scores is not None:
-        weight = {"weight": partial(normal_matrix, std=3**-0.5)}
-        attention.distance_scores.param_init = weight
-
-
 def _start_as_in_torch(config: LatentDecoder.Config) -> None:
-    """Give every weight the distribution that it has in the authors' code."""
+    """Give every weight the distribution that it has in the authors' code.
+
+    Their table of distances is normed, then projected like keys, so its elements have variance 1/3.
+    """
     linear = {"weight": partial(draw, fill=_as_linear)}
     for layer in config.layers:
         attention, feed_forward = layer.attention, layer.feed_forward
@@ -412,9 +397,16 @@ def _start_as_in_torch(config: LatentDecoder.Config) -> None:
             feed_forward.w3,
         ):
             each.param_init = linear
-        _distances_on_the_scale_of_keys(attention)
+        if attention.distance_scores is not None:
+            distances = {"weight": partial(normal_matrix, std=3**-0.5)}
+            attention.distance_scores.param_init = distances
     config.lm_head.param_init = linear
     config.tok_embeddings.param_init = {"weight": partial(normal_matrix, std=1.0)}
+
+
+def _by_rows(whole: Tensor, *, sizes: Sequence[int]) -> None:
+    for rows in whole.split(sizes):
+        nn.init.normal_(rows, std=(len(rows) / len(whole)) ** 0.5)
 
 
 def _as_linear(whole: Tensor) -> None:
