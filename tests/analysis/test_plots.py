@@ -120,20 +120,21 @@ def test_an_evaluation_is_recorded_with_its_checkpoint_and_duration(tmp_path: Pa
 
 
 def test_several_runs_are_drawn_beside_each_other(drawn: list[Any], tmp_path: Path, capsys):
-    for name, depths in (("deep", (1, 2)), ("flat", (1,))):
+    for name, depths in (("deep/run", (1, 2)), ("flat/run", (1,))):
         run = RunDirectory(tmp_path / name)
-        run.path.mkdir()
+        run.path.mkdir(parents=True)
         write_metrics(run, 6, gate=False)
         scored(*depths).save(run)
-    folders = [str(tmp_path / name) for name in ("flat", "deep")]
+    folders = [str(tmp_path / name) for name in ("flat/run", "deep/run")]
     assert main(["plot", *folders]) == 0
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == [
         "compared_losses.png",
         "compared_depths.png",
     ]
     losses, bits = drawn
-    assert {text.get_text() for text in losses.axes[0].get_legend().texts} == {"flat", "deep"}
-    assert {text.get_text() for text in bits.axes[0].get_legend().texts} == {"flat", "deep"}
+    for figure in (losses, bits):  # stages of one name are told apart by their folders
+        names = {text.get_text() for text in figure.axes[0].get_legend().texts}
+        assert names == {"flat/run", "deep/run"}
     (dashed,) = [line for line in bits.axes[0].lines if line.get_linestyle() == "--"]
     assert [*dashed.get_ydata()] == [2.5, 2.5]
 

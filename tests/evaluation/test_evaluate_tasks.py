@@ -67,7 +67,7 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(
     (merged,) = TaskReport.all_of(run)
     limits = {name: result.settings.split()[1] for name, result in merged.tasks["mano"].items()}
     assert limits == {"static:1": "limit=4", "static:4": "limit=4", "q:0.5": "limit=5"}
-    assert "the older result, whose sample is larger (windows=64 limit=5" in caplog.text
+    assert "the older result, whose sample is larger (windows=None limit=5" in caplog.text
     assert merged.tasks["multi_hop"] == report.tasks["multi_hop"]
     assert "no_such_task" in merged.failures
 
@@ -120,6 +120,25 @@ def test_python_that_task_files_name_runs_only_with_consent(own_run: Path, tmp_p
     assert "!function code.text" in report.failures["toy"]
     HarnessTasks(tmp_path / "tasks", confirm_run_unsafe_code=True).load(SuiteTask("toy"))
     assert marker.exists(), "the harness should have run it, or this test shows nothing"
+
+
+def test_a_group_without_a_mean_has_its_members(own_run: Path, tmp_path: Path):
+    """Each with its own mean steps; and more documents replace fewer, whatever `windows` is."""
+    choice = "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['1', 'bb']\n"
+    choice += "doc_to_target: 1\nmetric_list:\n  - metric: acc\n"
+    for name, text in (("a", "1+1="), ("b", "xyz")):
+        write_task(tmp_path, name, choice, f'{{"q": "{text}"}}\n' * 3)
+    (tmp_path / "own.yaml").write_text("group: own\ntask: [a, b]\n")
+    own = {"include_path": tmp_path, "exit": "confidence:0.03"}
+    asked = {}
+    for tasks, limit, windows in (("a,b", 1, 64), ("own", None, 16)):
+        options = TaskOptions(tasks=(tasks,), limit=limit, windows=windows, **own)
+        asked[tasks] = evaluate_tasks(own_run, options).tasks
+    assert asked["a,b"].keys() == asked["own"].keys() == {"a", "b"}
+    steps = [[each.mean_steps for each in asked[t][n].values()] for n in "ab" for t in asked]
+    assert steps[0] == steps[1] != steps[2] == steps[3]
+    (result,) = asked["own"]["a"].values()
+    assert "windows=None limit=None" in result.settings
 
 
 @pytest.mark.parametrize(("lines", "data"), [("output_tipe: x\n", '{"a": "b"}\n'), ("", "{")])

@@ -28,7 +28,7 @@ TEXT = "one two three four five six seven eight nine ten eleven twelve thirteen 
 
 
 def ask(*requests: tuple) -> list[SimpleNamespace]:
-    return [SimpleNamespace(args=request) for request in requests]
+    return [SimpleNamespace(task_name="a", args=request) for request in requests]
 
 
 def nats(run: Path, tokens: list[int], first: int, *, steps: int) -> float:

@@ -21,7 +21,10 @@ def evaluate(run: str) -> TaskReport:
     options = TaskOptions(tasks=("held_out", "mmlu_dev"), windows=3, depths=(1, 3), limit=3)
     report = evaluate_tasks(run, options)
     lm = LoopLM(run, recurrent_steps=2, batch_size=2)
-    asked = [SimpleNamespace(args=(p, {"max_gen_toks": 5})) for p in ("a", "def f(", "x", "import")]
+    asked = [
+        SimpleNamespace(task_name="a", args=(p, {"max_gen_toks": 5}))
+        for p in ("a", "def f(", "x", "import")
+    ]
     report.failures["texts"] = "|".join(lm.generate_until(asked))
     return report
 

@@ -114,6 +114,15 @@ def test_a_stream_gives_the_same_as_completing():
     assert order[:2] == [0, 1]
 
 
+def test_a_byte_that_is_no_character_after_one_that_is_loses_nothing():
+    """`ByteFallback` breaks the whole run of bytes then, what was said of it included."""
+    tokenizer = sentencepiece()
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(tokenizer.token_to_id(name)) for name in ("<0x0A>", "<0xE2>", "x", "y")]
+    assert pieces == ["\n", "", "\ufffdx", "y"]
+    assert stream.rest() == ""
+
+
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_text_goes_on_after_its_prompt(cut):
     """SentencePiece's decoder drops the first space of a text, not of a completion."""

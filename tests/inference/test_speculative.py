@@ -17,8 +17,8 @@ from titan_loop.inference.speculative import SelfSpeculation, accepted_count
 RAGGED = (5, 1, 9)
 
 
-def requests(prompts, count: int = 14) -> list[Request]:
-    return [Request(prompt=prompt, max_new_tokens=count) for prompt in prompts]
+def requests(prompts, count: int = 14, **options) -> list[Request]:
+    return [Request(prompt=prompt, max_new_tokens=count, **options) for prompt in prompts]
 
 
 @pytest.mark.parametrize(("draft_step", "draft_tokens"), [(1, 1), (1, 5), (2, 3), (3, 1), (3, 5)])
@@ -31,6 +31,10 @@ def test_greedy_output_equals_plain_greedy_in_float64(draft_step, draft_tokens):
     assert got == Engine(model, recurrent_steps=4).complete(asked)
     assert 0 < speculation.accepted <= speculation.drafted
     assert speculation.acceptance == speculation.accepted / speculation.drafted
+    told = requests(prompts(*RAGGED), log_probs=True)
+    plain = Engine(model, recurrent_steps=4).complete(told)
+    for row, other in zip(engine.complete(told), plain, strict=True):
+        assert row.log_probs == pytest.approx(other.log_probs)
 
 
 def test_a_draft_as_good_as_the_model_is_always_accepted_and_saves_calls():

@@ -34,6 +34,9 @@ def prompts(tmp_path):
         (exact, "56", "It is 56", 0),
         (numeric, "so it is 1,200", "first 7, then 1200.0 apples", 1),
         (numeric, "-3", "3", 0),
+        (numeric, "5", "it is .5", 0),
+        (numeric, "-.5", "so -0.50 km", 1),
+        (numeric, "5", "it is...5.", 1),
         (numeric, "5", "I do not know", 0),
     ],
 )

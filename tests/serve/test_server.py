@@ -139,11 +139,13 @@ def test_log_probabilities_stand_beside_their_tokens(server, client):
     told = answer.choices[0].logprobs
     assert [max(each.values()) for each in told.top_logprobs] == told.token_logprobs
     assert told.text_offset == [0, 1, 2, 3]
+    assert [len(each) for each in told.top_logprobs] == [3] * 4  # half characters, too
     messages = [{"role": "user", "content": "hi"}]
     options = {"messages": messages, "max_tokens": 3, "logprobs": True, **GREEDY}
     answer = client.chat.completions.create(top_logprobs=2, **options)
     for token in answer.choices[0].logprobs.content:
         assert len(token.top_logprobs) == 2
+        assert len(token.bytes) == 1  # this tokenizer's tokens are bytes
         assert token.logprob == token.top_logprobs[0].logprob < 0
     with_trace = client.completions.create(
         prompt=PROMPT, max_tokens=4, extra_body={"trace": True}, **GREEDY

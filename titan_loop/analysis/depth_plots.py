@@ -1,6 +1,6 @@
 """A plot of results on held-out text and tasks against recurrent steps, as PNG."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_loop.analysis.drawing import COLORS, Axes, draw_panels, series_colors
@@ -71,14 +71,12 @@ def plot_depths(
     return draw_panels([*swept], draw, path, title=title, columns=4, inches=(3.6, 3.9))
 
 
-def compare_depths(runs: Sequence[RunDirectory], path: Path) -> Path | None:
-    """Draw the newest reports of several runs; None unless at least two of them were evaluated.
+def compare_depths(runs: Mapping[str, RunDirectory], path: Path) -> Path | None:
+    """Draw the newest reports of named runs; None unless at least two of them were evaluated.
 
     The first one that was read at the most depths has the bars.
     """
-    reports = {
-        run.path.resolve().name: found[-1] for run in runs if (found := TaskReport.all_of(run))
-    }
+    reports = {name: found[-1] for name, run in runs.items() if (found := TaskReport.all_of(run))}
 
     def most_depths(name: str) -> int:
         return max((len(depths) for depths in swept_tasks(reports[name]).values()), default=0)

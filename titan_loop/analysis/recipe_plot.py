@@ -34,13 +34,13 @@ def plot_stages(folder: Path) -> Path:
     return plot_recipe(branches, folder / "plots" / "loss.png")
 
 
-def compare_losses(runs: Sequence[RunDirectory], path: Path) -> Path:
-    """Draw the last recurrent step's cross entropy of several runs; return the plot's path."""
+def compare_losses(runs: Mapping[str, RunDirectory], path: Path) -> Path:
+    """Draw the last recurrent step's cross entropy of named runs; return the plot's path."""
     branches = []
-    for run in runs:
+    for name, run in runs.items():
         if not (records := run.read_metrics()):
             raise UserError(f"{run.path} has no records; train it first")
-        branches.append([StageCurve(run.path.resolve().name, 0, records)])
+        branches.append([StageCurve(name, 0, records)])
     return plot_recipe(branches, path)
 
 

@@ -1,6 +1,7 @@
 """Verbs of one function: looking at runs, fitting laws to them, and deepening a checkpoint."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -71,6 +72,7 @@ def plot(folders: tuple[Path, ...]) -> None:
     from titan_loop.analysis.depth_plots import compare_depths
     from titan_loop.analysis.recipe_plot import compare_losses, plot_stages
     from titan_loop.analysis.report import plot_run
+    from titan_loop.data.load.mixture_sources import named_sources
     from titan_loop.runs.run_directory import RunDirectory
     from titan_loop.runs.status import read_plan
 
@@ -82,9 +84,12 @@ def plot(folders: tuple[Path, ...]) -> None:
         print(plot_stages(planned[0]))
         runs = sorted(path.parent for path in planned[0].glob("*/metrics.jsonl"))
     elif len(runs) > 1:
-        plots, directories = runs[0] / "plots", [RunDirectory(folder) for folder in runs]
-        print(compare_losses(directories, plots / "compared_losses.png"))
-        if (path := compare_depths(directories, plots / "compared_depths.png")) is not None:
+        paths, plots = [folder.resolve() for folder in runs], runs[0] / "plots"
+        parent = os.path.commonpath([path.parent for path in paths])
+        names = named_sources([os.path.relpath(path, parent) for path in paths])
+        named = {name: RunDirectory(Path(parent, path)) for name, path in names.items()}
+        print(compare_losses(named, plots / "compared_losses.png"))
+        if (path := compare_depths(named, plots / "compared_depths.png")) is not None:
             print(path)
         return
     for run_directory in map(RunDirectory, runs):

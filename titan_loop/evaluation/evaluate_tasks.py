@@ -162,8 +162,12 @@ class _Evaluation:
         given = {os.path.realpath(own.get(name, name)) for name in options.sources}
         if task.name == HELD_OUT and (other := given - {*map(os.path.realpath, own.values())}):
             length += f"sources={','.join(sorted(other))} "
+        # Only held-out text has windows, and only the others have documents.
+        windows, limit = None, options.limit
+        if task.name == HELD_OUT:
+            windows, limit = options.windows, None
         return (
-            f"{length}windows={options.windows} limit={options.limit} num_fewshot={shots} "
+            f"{length}windows={windows} limit={limit} num_fewshot={shots} "
             f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"
         )
 

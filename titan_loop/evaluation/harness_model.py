@@ -12,6 +12,7 @@ harness need not know about ranks.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,7 +85,7 @@ class LoopLM(TemplateLM):
 
     Attributes:
         reading: Index of the reading that answers.
-        count: Steps and tokens behind the answers; the caller puts a new record here to start over.
+        counts: Steps and tokens behind the answers by task; the caller clears it to start over.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class LoopLM(TemplateLM):
         for one in self.readings:
             require_prefill_steps(self.prefill_steps, one.deepest_step)
         self.reading = 0
-        self.count = StepCount()
+        self.counts: dict[str | None, StepCount] = defaultdict(StepCount)
+        self._tasks: list[str | None] = []  # whose requests `_scores` is asked
         self.kv_cache = kv_cache
         self._text_tokenizer = load_matching_tokenizer(loaded, tokenizer)
         self._ends = text_ends(loaded, self._text_tokenizer)
@@ -233,6 +235,19 @@ class LoopLM(TemplateLM):
         answer = encode_prompt(self._text_tokenizer, begun + continuation, None)
         return [*ids, *answer[:said]], answer[said:]
 
+    @property
+    def count(self) -> StepCount:
+        """Steps and tokens behind all answers."""
+        counts = self.counts.values()
+        return StepCount(sum(each.steps for each in counts), sum(each.tokens for each in counts))
+
+    def loglikelihood(
+        self, requests: list["Instance"], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of continuations, and whether greedy decoding gives them."""
+        self._tasks = [each.task_name for each in requests]
+        return super().loglikelihood(requests, disable_tqdm)
+
     def loglikelihood_rolling(
         self, requests: list["Instance"], disable_tqdm: bool = False
     ) -> list[float]:
@@ -247,6 +262,8 @@ class LoopLM(TemplateLM):
             )
             pairs = map(make_disjoint_window, rolling)
             windows.append([TokenRequest(tuple(c), tuple(t)) for c, t in pairs])
+        asked = zip(requests, windows, strict=True)
+        self._tasks = [request.task_name for request, parts in asked for _ in parts]
         scores = iter(self._scores([request for parts in windows for request in parts]))
         return [sum(next(scores)[0] for _ in parts) for parts in windows]
 
@@ -265,9 +282,9 @@ class LoopLM(TemplateLM):
             for row, instance in enumerate(requests)
         ]
         answers = self._generate(asked, reading)
-        for answer in answers:
-            self.count.steps += answer["steps"]
-            self.count.tokens += answer["tokens"]
+        for instance, answer in zip(requests, answers, strict=True):
+            self.counts[instance.task_name].steps += answer["steps"]
+            self.counts[instance.task_name].tokens += answer["tokens"]
             self._truncated += answer["cut"]
         self._warn_of_truncation()
         if ended := sum(answer["finish"] == "context" for answer in answers):
@@ -358,9 +375,9 @@ class LoopLM(TemplateLM):
         new = [request for request in dict.fromkeys(requests) if request not in self._known]
         self._known.update(zip(new, self._scorer.score(new), strict=True))
         answers = []
-        for score in map(self._known.__getitem__, requests):
-            self.count.steps += score.steps[self.reading]
-            self.count.tokens += score.tokens
+        for task, score in zip(self._tasks, map(self._known.__getitem__, requests), strict=True):
+            self.counts[task].steps += score.steps[self.reading]
+            self.counts[task].tokens += score.tokens
             answers.append((-score.nats[self.reading], score.greedy[self.reading]))
         return answers
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.evaluation.harness_model import LoopLM, StepCount
+from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
 from titan_loop.evaluation.suites import NotAskedError, SuiteTask, suite_names
 from titan_loop.evaluation.task_report import ReadingResult, Results
@@ -127,7 +127,8 @@ def run_task(
 
     results: Results = {}
     for index, reading in enumerate(lm.readings):
-        lm.reading, lm.count = index, StepCount()
+        lm.reading = index
+        lm.counts.clear()
         answer = evaluate(
             lm=lm,
             task_dict=loaded,  # pyright: ignore[reportArgumentType]
@@ -144,13 +145,18 @@ def run_task(
                 for metric, value in raw.items()
                 if "," in metric and isinstance(value, int | float) and math.isfinite(value)
             }
+            if not metrics:  # a group that aggregates nothing
+                continue
             bits = _answer_bits_per_byte(
                 answer.get("samples", {}).get(name, []), loaded["tasks"].get(name)
             )
             if bits is not None:
                 metrics["answer_bits_per_byte"] = bits
-            result = ReadingResult(metrics=metrics, mean_steps=lm.count.mean)
+            result = ReadingResult(metrics=metrics, mean_steps=lm.counts.get(name, lm.count).mean)
             results.setdefault(name, {})[reading.name] = result
+    if not results:
+        names = ", ".join(loaded["tasks"])
+        raise UserError(f"no metric of task {names} is a number; look at the model's answers")
     return results
 
 

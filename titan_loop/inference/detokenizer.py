@@ -27,32 +27,36 @@ class Detokenizer:
     def __init__(
         self, tokenizer: "Tokenizer", stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        from tokenizers.decoders import DecodeStream
-
         if "" in stop:
             raise UserError("stop='' would end every completion at once; leave it out")
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
-        self._decoded = 0  # characters that the decoder has returned
-        self._held = ""  # the last of them, which may begin a stop string
-        for token in self._whole_characters(before):
-            self._tokens.append(token)
-            self._decoded += len(self._decoder.step(tokenizer, token) or "")
+        self._held = ""  # the end of the returned text, which may begin a stop string
+        self._go_on_from(self._whole_characters(before))
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain."""
         self._tokens.append(token)
-        piece = self._decoder.step(self._tokenizer, token) or ""
-        self._decoded += len(piece)
+        text = self._decode(self._tokens)
+        if len(text) <= self._said or text.endswith(_BROKEN):
+            return self._release("")
+        # Not `DecodeStream`: it raises where byte tokens that are no character follow other ones,
+        # since SentencePiece's decoder then breaks those, too.
+        piece = text[self._said :]
+        self._go_on_from(self._tokens[self._seen :])
         return self._release(piece)
 
     def rest(self) -> str:
         """Return the text held back at the end: half a character, or part of a stop string."""
-        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return self._release(whole[self._decoded :], at_end=True)
+        return self._release(self._decode(self._tokens)[self._said :], at_end=True)
+
+    def _go_on_from(self, tokens: Sequence[int]) -> None:
+        """Keep the tokens of the last piece, which decide how the next one is spelt."""
+        self._tokens, self._seen, self._said = [*tokens], len(tokens), len(self._decode(tokens))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([*tokens], skip_special_tokens=True)
 
     def _whole_characters(self, before: Sequence[int]) -> Sequence[int]:
         """Return the last few of these tokens, which do not begin or end inside a character."""

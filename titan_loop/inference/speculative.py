@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from titan_loop.errors import UserError, require_at_least
+from titan_loop.inference.measures import log_probabilities
 from titan_loop.inference.rows import Batch, GeneratedToken
 from titan_loop.inference.sampling import probabilities
 from titan_loop.inference.stack import LoopState
@@ -61,7 +62,8 @@ class SelfSpeculation:
         # The last token a row may still produce needs no draft: verification gives it.
         count = min(self.draft_tokens, max(row.remaining for row in rows) - 1)
         draft_BL, draft_prob_BLV, state = self._draft(batch, count)
-        prob_BLV = self._verify(batch, state)
+        logits_BLV = self._verify(batch, state)
+        prob_BLV = probabilities(logits_BLV, batch.sampling)
         accepted = accepted_count(
             draft_BL, draft_prob_BLV, prob_BLV[:, :count], self._uniforms(batch, count)
         )
@@ -73,13 +75,15 @@ class SelfSpeculation:
         last_BV = torch.where(last_BV.sum(-1, keepdim=True) > 0, last_BV, whole_BV)
         replacement = batch.draw(last_BV, rows)
         self.rounds += 1
-        for row, drafts, kept, last in zip(
-            rows, draft_BL.tolist(), accepted.tolist(), replacement, strict=True
+        for row, logits_LV, drafts, kept, last in zip(
+            rows, logits_BLV, draft_BL.tolist(), accepted.tolist(), replacement, strict=True
         ):
             usable = min(count, row.remaining)
             self.drafted += usable
             self.accepted += min(kept, usable)
-            for token in [*drafts[:kept], last]:
+            for token, logits_V in zip([*drafts[:kept], last], logits_LV, strict=False):
+                if row.tells_log_prob:
+                    row.log_prob = float(log_probabilities(logits_V)[token])
                 yield row.accept(token, batch.recurrent_steps)
                 if row.finish is not None:
                     break
@@ -116,7 +120,7 @@ class SelfSpeculation:
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
             reads = step == batch.recurrent_steps
             state = batch.stack.step(state, None, [step] * len(batch.rows), context, reads=reads)
-        return probabilities(batch.stack.readout(state.read_BLD), batch.sampling)
+        return batch.stack.readout(state.read_BLD)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
         # A row near its end drafts along with the others. Drafts past the cache's last position are

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_loop.serve.asking import Kind
 from titan_loop.serve.rows import Piece, ServedRow, ServingEngine, StepReading
+from titan_loop.text.tokenizer import bytes_of_token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -148,24 +149,31 @@ class Answering:
                     for token, logprobs in told
                 ]
             }
-        texts = [self._text(token) for token, _ in told]
         offsets = []
-        for text in texts:
+        for token, _ in told:
             offsets.append(self._characters)
-            self._characters += len(text)
+            self._characters += len(self._text(token))
         return {
-            "tokens": texts,
+            "tokens": [self._name(token) for token, _ in told],
             "token_logprobs": [logprobs.own for _, logprobs in told],
             "top_logprobs": [
-                {self._text(token): value for token, value in logprobs.likely}
+                {self._name(token): value for token, value in logprobs.likely}
                 for _, logprobs in told
             ],
             "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+        found = bytes_of_token(self._tokenizer, token)
+        return {"token": self._text(token), "logprob": logprob, "bytes": [*found]}
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return bytes_of_token(self._tokenizer, token).decode(errors="replace")
+
+    def _name(self, token: int) -> str:
+        """Return a token's text, or as OpenAI does its bytes, so that no two share a name."""
+        found = bytes_of_token(self._tokenizer, token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)

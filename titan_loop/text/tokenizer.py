@@ -1,6 +1,7 @@
 """Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,26 @@ def encode_prompt(tokenizer: "Tokenizer", text: str, begin: int | None) -> list[
     """
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return ids if begin is None or ids[:1] == [begin] else [begin, *ids]
+
+
+def bytes_of_token(tokenizer: "Tokenizer", token: int) -> bytes:
+    """Return the bytes that a token stands for inside a text, some of which may be no character."""
+    from tokenizers import pre_tokenizers
+
+    name = tokenizer.id_to_token(token) or ""
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece's
+        return bytes([int(byte[1], 16)])
+    # Alone, SentencePiece's decoder would drop a token's first space.
+    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if "\ufffd" not in once or not {*alphabet}.issuperset(name):
+        return twice[len(once) :].encode()
+    own = sorted(code for code in map(ord, alphabet) if code < BYTE_VALUES)
+    others = sorted({*range(BYTE_VALUES)}.difference(own))  # in order, as characters from 256 on
+    numbers = {chr(code): code for code in own} | {
+        chr(BYTE_VALUES + place): code for place, code in enumerate(others)
+    }
+    return bytes(numbers[character] for character in name)
 
 
 def token_byte_lengths(tokenizer: "Tokenizer") -> "np.ndarray | None":

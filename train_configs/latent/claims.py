@@ -13,6 +13,10 @@ _MODULO = "modulo 7, trained on up to 16 nodes (paper: 23, 32)"
 _LUCK = (
     f"{_MODULO}; all factors, as in the paper; the first stage of seed 3 does not learn the sums"
 )
+_EASED = (
+    f"{_MODULO}; all factors; names that stand out, zeros among the first stage's leaves, for a "
+    "reason found on seeds 3, 11 and 12; new seeds 4, 5 and 6"
+)
 _METRIC = f"{_MODULO}; only the value after each = is graded, each graph at its own depth"
 
 CLAIMS = [
@@ -27,11 +31,13 @@ CLAIMS = [
             at_most=most,
             command=_LATENT,
             note=note,
-            is_test=stage in ("discrete", "correction"),
+            is_test=stage not in ("continuous", "end_to_end"),
         )
         for stage, title, task, reading, theirs, least, most, note in (
             ("discrete", "discrete states", *_SOLVED, "97.6", 80, None, _LUCK),
             ("correction", "with self-correction", *_SOLVED, "100", 97, None, _LUCK),
+            ("eased", "discrete states, first stage eased", *_SOLVED, "97.6", 80, None, _EASED),
+            ("eased_correction", "both", *_SOLVED, "100", 97, None, _EASED),
             (
                 "continuous",
                 "continuous states",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Verifier = Callable[[Mapping[str, Any], str], float]
 """Maps a record of the file and an answer to a reward."""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<![.\d])\.\d+)")  # also .5, but 5 of …5 or ...5
 
 
 def exact(record: Mapping[str, Any], answer: str) -> float:
