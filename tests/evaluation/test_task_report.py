@@ -7,7 +7,7 @@ import pytest
 
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.ngram_baselines import require_gain
-from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport, lower_is_better
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
@@ -110,3 +110,12 @@ def test_a_gain_over_a_baseline_can_be_required(tmp_path: Path):
     del report.tasks["held_out/code"]["static:2"]
     with pytest.raises(UserError, match="needs the trained R = 2 among --depths"):
         require_gain(report, "unigram", 0.1)
+
+
+def test_the_better_end_of_a_metric_is_the_harnesss():
+    import lm_eval.api.metrics  # noqa: F401  (fills the registry)
+    from lm_eval.api.registry import HIGHER_IS_BETTER_REGISTRY
+
+    assert len(HIGHER_IS_BETTER_REGISTRY) > 15
+    for name, higher in HIGHER_IS_BETTER_REGISTRY.items():
+        assert lower_is_better(f"{name},none") != higher, name

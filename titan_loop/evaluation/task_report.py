@@ -111,6 +111,8 @@ def graded(metric: str, share: float, questions: int) -> dict[str, float]:
 
 def lower_is_better(metric: str) -> bool:
     """Whether a smaller value of this metric is the better one."""
+    if metric.partition(",")[0] in ("brier_score", "likelihood_diff", "ter"):
+        return True
     return any(word in metric for word in ("bits_per_byte", "perplexity"))
 
 
