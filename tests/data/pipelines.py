@@ -88,6 +88,15 @@ def not_a_pipeline(rank: int, ranks: int) -> Any:
     return TEXTS
 
 
+class Plain(torch.utils.data.IterableDataset[str]):
+    def __iter__(self) -> Any:
+        yield from TEXTS
+
+
+def without_state(rank: int, ranks: int) -> Any:
+    return StatefulDataLoader(Plain(), batch_size=None)
+
+
 def not_built(rank: int, ranks: int) -> Any:
     raise FileNotFoundError("no corpus here")
 

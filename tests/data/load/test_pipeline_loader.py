@@ -80,6 +80,7 @@ def test_every_token_is_predicted_once(name, small_tokenizer):
     ("name", "message"),
     [
         ("not_a_pipeline", "is a list: return a node of torchdata.nodes or a StatefulDataLoader"),
+        ("without_state", "cannot be resumed exactly: give Plain state_dict and load_state_dict"),
         ("not_built", r"could not be built \(no corpus here\)"),
         ("raises_in_a_worker", r"after 7 items, failed \(ValueError: document 7 is torn\)"),
         ("floats", "yields float '0.5': yield texts or rows of token ids"),

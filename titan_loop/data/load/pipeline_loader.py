@@ -227,6 +227,7 @@ class PipelineLoader(GlobalBatchLoader):
         return self._items
 
     def _made(self) -> Any:
+        from torch.utils.data import IterableDataset
         from torchdata.nodes import BaseNode, Loader
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -245,6 +246,13 @@ class PipelineLoader(GlobalBatchLoader):
             if not isinstance(made, Loader | StatefulDataLoader):
                 fix = "return a node of torchdata.nodes or a StatefulDataLoader"
                 raise self._fault(f"is a {type(made).__name__}: {fix}")
+            data = getattr(made, "dataset", None)
+            # torchdata 0.11 counts what it skips as read, so that a second resume skips it again.
+            if isinstance(data, IterableDataset) and not any(
+                hasattr(each, "state_dict") for each in (data, iter(data))
+            ):
+                fix = f"give {type(data).__name__} state_dict and load_state_dict, or return a node"
+                raise self._fault(f"reads an IterableDataset that cannot be resumed exactly: {fix}")
             self._pipeline = made
         return self._pipeline
 
