@@ -73,11 +73,13 @@ def write_held_out(run: RunDirectory) -> None:
         result = ReadingResult(
             metrics={"bits_per_byte": bits, "nats_per_token": 2.5}, mean_steps=4.0
         )
+        diverged = ReadingResult(metrics={"bits_per_byte": math.nan}, mean_steps=8.0)
+        readings = {"static:4": result, "static:8": diverged}
         append_evaluation(
             run,
             TaskReport(
                 step=step, tokens=1000 * step, trained_recurrent_steps=4, manifest_sha256="",
-                tasks={"held_out/a/b": {"static:4": result}, "mano": {"static:4": result}},
+                tasks={"held_out/a/b": readings, "mano": {"static:4": result}},
             ),
             asked=WHILE_TRAINING, seconds=0.0,
         )  # fmt: skip

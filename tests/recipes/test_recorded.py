@@ -1,6 +1,7 @@
 """A `config.json` trains the same run again; what it leaves out or says wrongly is named."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def prior(config: LoopTrainer.Config) -> None:
     config.loss = ExpectedExitLoss.Config(prior="geometric", geometric_eta=0.3)
     config.recurrence.poisson, config.recurrence.max_steps = True, 5
     config.debug.seed, config.ema.decay = 7, 0.9
+    config.training.max_norm = math.inf  # null in JSON
 
 
 @pytest.mark.parametrize("change", [gate, task, prior])
@@ -95,6 +97,7 @@ def test_every_class_and_field_comes_back(
     recipe.place(config.dump_folder)
     stage.config.stage = config.stage
     assert resolve(stage.config, 1).config.to_dict() == resolve(config, 1).config.to_dict()
+    assert stage.config.training.max_norm == config.training.max_norm
 
 
 def rewritten(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -1,5 +1,6 @@
 """The tree of stages and forks, from the files that runs leave."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ def test_the_tree_says_how_far_everything_is(recipe_folder):
     ]
     _, ended, *_ = status_lines(read_status(recipe_folder))
     assert ended == "├─ 1b            52.0% of 1,000 tokens, loss 2.5000, not running"
+
+
+def test_a_run_whose_last_loss_is_not_finite_has_begun(tmp_path):
+    run(tmp_path, 520, saved=500)
+    last = {"step": 2, "tokens": 600, "loss": math.nan, "tokens_per_second": 4.0}
+    append_jsonl(RunDirectory(tmp_path).metrics_jsonl, last)
+    assert "60.0% of 1,000 tokens" in status_lines(read_status(tmp_path))[0]
 
 
 @pytest.mark.parametrize("name", ["best", "step-1"])

@@ -208,7 +208,9 @@ class RunResult:
             tokens=last["tokens"],
             steps=last["step"],
             seconds=round(sum(n / (r.get("tokens_per_second") or math.inf) for n, r in spans), 1),
-            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records)],
+            losses=[  # null stands for a loss that was not finite
+                [r["step"], round(r["loss"], 5)] for r in _thinned(records) if r["loss"] is not None
+            ],
             results=dict(sorted(_results(run, evaluated).items())),
             task=config.get("dataloader", {}).get("task", {}),
             units=_units(run),

@@ -69,6 +69,8 @@ def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
             continue
         for name, value in record["results"].items():
             task, metric, reading = name.rsplit("/", 2)
+            if value is None:  # it was not finite
+                continue
             if metric == "bits_per_byte" and task.startswith(_PREFIX):
                 at = by_step.setdefault(record["step"], HeldOutRecord(record["tokens"], {}))
                 depth = int(reading.removeprefix("static:"))

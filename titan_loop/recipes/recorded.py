@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
@@ -132,6 +133,8 @@ class _Reading:
     def _value(self, name: str, hint: Any, field: "Field[Any]", recorded: Any) -> Any:
         if recorded is None and name in CHOSEN:
             return None
+        if recorded is None and {float} <= {*(get_args(hint) or (hint,))} <= {int, float}:
+            return math.inf  # which JSON has no number for
         default = _default(field)
         kind = self._classes.get(name, type(default))
         if is_dataclass(kind) and kind is not Schedule:

@@ -151,7 +151,7 @@ def _describe(status: StageStatus) -> str:
         return f"{status.damage}{fork}"
     if status.complete:
         return f"complete, {status.total_tokens:,} tokens{loss}{fork}"
-    if status.loss is None:
+    if not status.tokens:
         origin = f" from {status.parent}" if status.parent else ""
         return f"not begun{origin}, {status.total_tokens:,} tokens{fork}"
     share, left = status.tokens / status.total_tokens, ""
@@ -170,7 +170,7 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
         newest = run.newest(look_at="manifest")
     except UserError as error:
         newest, status.damage = None, str(error)
-    status.saved_tokens = 0 if newest is None else newest.tokens
+    status.tokens = status.saved_tokens = 0 if newest is None else newest.tokens
     status.decisions = count_decisions(run.directory.read_decisions())
     records = run.directory.read_metrics()
     if records:

@@ -172,7 +172,13 @@ def test_only_the_sheet_with_the_question_is_contaminated(keys, dropped, small_t
             "quality.gopher_quality.min_doc_words = '9' must be a number",
         ),
         ("language = 'egn'\n[minhash]", "language = 'egn' is not a language .* words; nearest: "),
-        ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
+        ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a whole number of at least 1"),
+        (
+            "[minhash]\nnum_buckets = 14.0",
+            "num_buckets = 14.0 must be a whole number",
+        ),
+        ("[minhash]\nseed = -1", "minhash.seed = -1 must be a whole number of at least 0"),
+        ("[slurm]\nsbatch_args = '--qos=long'", "slurm.sbatch_args = '--qos=long' must be a table"),
         ("[decontaminate]\nn_grams = 5", r"decontaminate.tasks=\[\] must be a list"),
     ],
 )
@@ -180,3 +186,5 @@ def test_config_mistakes(text, message, tmp_path):
     (tmp_path / "prepare.toml").write_text(text)
     with pytest.raises(UserError, match=message):
         read_prepare_config(tmp_path / "prepare.toml")
+    (tmp_path / "prepare.toml").write_text("[minhash]\nseed = 0")
+    assert read_prepare_config(tmp_path / "prepare.toml").minhash == Minhash(seed=0)

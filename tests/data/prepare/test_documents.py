@@ -66,6 +66,36 @@ def test_which_files(tmp_path):
         find_documents(tmp_path / "x/a.jsonl", tmp_path / "x/a.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "held_out"),
+    [("holdout", 1), ("hold-out", 1), ("evaluation-00000-of-00001", 0), ("devtest", 0)],
+)
+def test_nothing_held_out_is_trained_on(tmp_path, name, held_out):
+    for each in ("train", name):
+        (tmp_path / f"{each}.jsonl").write_text('{"text": "a"}\n')
+    documents = find_documents(tmp_path)
+    assert [Path(path).stem for path, _ in documents.files] == ["train"]
+    assert [Path(path).stem for path, _ in documents.held_out_files] == [name] * held_out
+
+
+@pytest.mark.parametrize("name", ["readme.jsonl", "license-texts.jsonl.gz", "authors.csv"])
+def test_records_are_records_whatever_they_are_about(tmp_path, name):
+    (tmp_path / name).write_text("text\nhello\n" if name.endswith("csv") else "")
+    (tmp_path / "license.json").write_text('{"name": "MIT"}')
+    kind = "csv" if name.endswith("csv") else "jsonl"
+    assert find_documents(tmp_path).files == ((str(tmp_path / name), kind),)
+
+
+@pytest.mark.parametrize("pattern", ["src/**/*.py", "src/**", "/src/**/*", "src/**/*.p**"])
+def test_two_stars_stand_for_any_number_of_folders(tmp_path, pattern):
+    names = ["src/a.py", "src/x/b.py", "src/x/y/c.py"]
+    for name in [*names, "docs/e.md"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("print(1)\n")
+    found = find_documents(tmp_path, pattern=(pattern,)).files
+    assert [path for path, _ in found] == [str(tmp_path / name) for name in names]
+
+
 def test_links(tmp_path, caplog):
     """A download cache links names to files without one; links to folders are counted."""
     (tmp_path / "blobs").mkdir()

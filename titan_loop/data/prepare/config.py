@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from titan_loop.errors import UserError, nearest
@@ -114,8 +115,12 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         _check(f"{called}quality.{name}.", options, known)
     for name, kind in (("minhash", Minhash), ("decontaminate", Decontamination)):
         if name in raw:
-            _check(f"{called}{name}.", raw[name], asdict(kind()), least=1)
+            least = {"seed": 0, "n_grams": 1, "num_buckets": 1, "hashes_per_bucket": 1}
+            _check(f"{called}{name}.", raw[name], asdict(kind()), least)
             raw[name] = kind(**raw[name])
+    arguments: dict[str, Any] = {"sbatch_args": {}, "srun_args": {}}
+    given = {name: raw["slurm"][name] for name in arguments.keys() & raw.get("slurm", {}).keys()}
+    _check(f"{called}slurm.", given, arguments)
     config = PrepareConfig(**raw)
     index = config.decontaminate
     if index is not None and not (index.tasks and all(isinstance(n, str) for n in index.tasks)):
@@ -145,9 +150,12 @@ _KINDS: dict[type, str] = {
 
 
 def _check(
-    called: str, table: Mapping[str, Any], defaults: Mapping[str, Any], least: int | None = None
+    called: str,
+    table: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    least: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Refuse unknown names, values of another kind than the default, and small whole numbers."""
+    """Refuse unknown names, other kinds than the default's, and numbers not from `least` on."""
     for name, value in table.items():
         if name not in defaults:
             prefix, own = called.rsplit(" ", 1)
@@ -155,5 +163,6 @@ def _check(
         kind = _KINDS.get(type(defaults[name]))
         if kind is not None and _KINDS.get(type(value)) != kind:
             raise UserError(f"{called}{name} = {value!r} must be {kind}")
-        if least is not None and type(value) is int and value < least:
-            raise UserError(f"{called}{name} = {value!r} must be a positive whole number")
+        if name in least and (type(value) is not int or value < least[name]):
+            at_least = f"must be a whole number of at least {least[name]}"
+            raise UserError(f"{called}{name} = {value!r} {at_least}")

@@ -8,7 +8,7 @@ held out. `SHAPES.md` lists examples.
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -45,8 +45,8 @@ Inputs = Annotated[
 Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 
 _NAMES = {
-    "held_out": r"held[-_. ]?out\d*|validation(?:set)?\d*",
-    "test": r"(?:tests?|testing|val|valid|dev|eval)(?:set)?\d*",
+    "held_out": r"h[eo]ld[-_. ]?out(?:set)?\d*|validation(?:set)?\d*",
+    "test": r"(?:tests?|testing|devtest|val|valid|dev|eval|evaluation)(?:set)?\d*",
     "train": r"train(?:ing)?(?:set)?\d*",
 }
 # A name counts where it is a whole part: in `test.jsonl` and `dev/a.txt`, not in `latest.jsonl`.
@@ -168,8 +168,11 @@ def _files_of(
     records is read as texts. `format` and `patterns` decide otherwise.
     """
     visible = _visible_files(folder, ours)
+    deep = {path for glob in patterns if "**" in Path(glob).parts for path in _deep(folder, glob)}
     matching = [
-        path for path in visible if not patterns or any(path.match(glob) for glob in patterns)
+        path
+        for path in visible
+        if not patterns or path in deep or any(path.match(glob) for glob in patterns)
     ]
     if format != "auto" and patterns:
         found = [(path, format) for path in matching]
@@ -202,6 +205,13 @@ def _files_of(
     if len(once) < len(found):
         logger.warning("%s: left out %d links to other files of it", folder, len(found) - len(once))
     return once
+
+
+def _deep(folder: Path, glob: str) -> Iterable[Path]:
+    """Return the paths that match a pattern with **, which `Path.match` takes for one folder."""
+    # `rglob` refuses ** inside a name, and takes one at the end for folders alone.
+    parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in Path(glob).parts]
+    return folder.rglob("/".join([*parts, *["*"] * (parts[-1] == "**")]).lstrip("/"))
 
 
 def _records_or_texts(folder: Path, kinds: Sequence[tuple[Path, str]]) -> list[tuple[Path, str]]:

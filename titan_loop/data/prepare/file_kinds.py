@@ -62,7 +62,9 @@ _SIDE_NAME = re.compile(
 )
 _SIDE_FOLDERS = {"_delta_log", "_temporary", "__MACOSX"}
 _ABOUT_NAME = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|authors)([._-].*)?", re.IGNORECASE
+    r"(?!.*\.(?:jsonl|ndjson|[ct]sv|parquet|parq|pq|arrow|feather)\b)"  # records of readmes, say
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|authors)([._-].*)?",
+    re.IGNORECASE,
 )
 _NOT_READ = {".ipynb", ".tmp", ".part", ".incomplete", ".crdownload", ".bak", ".orig", ".swp"}
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
