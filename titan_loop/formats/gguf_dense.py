@@ -49,6 +49,8 @@ ENGINES: Mapping[str, Engine] = {
 }
 """By `model_type`."""
 
+_FACTORS = ("llama", "granite")
+"""Architectures with `rope_freqs`; a file of another one that has it is not loaded."""
 _NOPE_PERIOD = 4
 """Layers between two without rotations, which llama.cpp's SmolLM3 fixes."""
 
@@ -68,9 +70,10 @@ def keys(kind: str, options: Options) -> dict[str, Any]:
         options["feed_forward_biases"] and kind != "llama"
     ):
         raise _otherwise(kind, "attention_biases", options["attention_biases"])
-    if options["rope_scaling"] == "yarn":
-        raise _otherwise(kind, "rope_scaling", "yarn")
-    if options["rope_scaling"] == "linear":
+    scaling = options["rope_scaling"]
+    if scaling == "yarn" or (scaling == "llama3" and engine.architecture not in _FACTORS):
+        raise _otherwise(kind, "rope_scaling", scaling)
+    if scaling == "linear":
         found |= {"rope.scaling.type": "linear", "rope.scaling.factor": options["rope_factor"]}
     found |= _window(kind, engine, options)
     if engine.other_scale:
@@ -108,7 +111,8 @@ def keys(kind: str, options: Options) -> dict[str, Any]:
 
 def _window(kind: str, engine: Engine, options: Options) -> dict[str, Any]:
     window, windowed = options["window"], options["windowed_layers"]
-    if window is None or window >= options["max_positions"]:
+    wide = window is None or window >= options["max_positions"]
+    if wide and options["window_rope_theta"] is None:
         return {}
     layers = range(options["n_layers"])
     for period in (0, *layers):

@@ -5,6 +5,8 @@ config.json ─► LlamaShape ─► exactly these names and shapes must be ther
 """
 
 import hashlib
+import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,13 +24,13 @@ from titan_loop.errors import UserError, listed, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
 from titan_loop.formats.model_types import MODEL_TYPES, NOT_DENSE
-from titan_loop.formats.tokenizer_export import GENERATION_CONFIG, PADDING_ROWS
+from titan_loop.formats.tokenizer_export import GENERATION_CONFIG
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.plugins import find, names
 from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_json_object
+from titan_loop.storage.json_files import read_json_object, read_small, write_json
 from titan_loop.text.template_files import TEMPLATE, TOKENIZER_CONFIG, template_beside
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import (
@@ -37,10 +39,13 @@ from titan_loop.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     template_bos,
+    vocab_size,
 )
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 _AGAIN = "download it again"
@@ -67,6 +72,7 @@ class ModelFolder:
     """A checked folder of a known format: config.json, safetensors, perhaps a tokenizer.json.
 
     `text` defines the end of a document and the rendering of chats; None without a tokenizer.
+    `cut_tokenizer` takes the file's place where some of its added tokens have no row.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,10 +93,14 @@ class ModelFolder:
         self.tokenizer = tokenizer if tokenizer.exists() else None
         if self.tokenizer is None:
             _refuse_other_tokenizers(files)
+        self.cut_tokenizer: dict[str, Any] | None = None
         self.text: TextFormat | None = None
         if self.tokenizer is not None:
             loaded, rows = load_tokenizer(tokenizer), self.shape.vocab_size
-            check_vocabulary(loaded, rows, str(tokenizer), most_spare_rows=PADDING_ROWS)
+            if vocab_size(loaded) > rows:
+                self.cut_tokenizer = _with_rows(tokenizer, rows)
+                loaded = type(loaded).from_str(json.dumps(self.cut_tokenizer))
+            check_vocabulary(loaded, rows, str(tokenizer))  # any padding: Qwen 3's is 267 rows
             self.text = _text_format(files, path, config, loaded)
 
     @property
@@ -195,8 +205,11 @@ def import_run(
         "dataloader": {"mixture": []},
         "text": None if folder.text is None else asdict(folder.text),
     }
-    with written_run(output, config, command, tokenizer=folder.tokenizer) as new:
+    cut = folder.cut_tokenizer
+    with written_run(output, config, command, tokenizer=None if cut else folder.tokenizer) as new:
         write_checkpoint(new.checkpoint(0), entries, content)
+        if cut:
+            write_json(new.path / TOKENIZER_NAME, cut)
     return RunDirectory(output).checkpoint(0)
 
 
@@ -223,6 +236,15 @@ def _refuse_other_tokenizers(folder: Path) -> None:
                 f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}"); or remove '
                 f"{name} to import the model without a tokenizer"
             )
+
+
+def _with_rows(tokenizer: Path, rows: int) -> dict[str, Any]:
+    """Return a tokenizer.json without added tokens that have no row, as Gemma 3's of images."""
+    record = json.loads(read_small(tokenizer, fix=_AGAIN))
+    added = record.get("added_tokens", [])
+    if cut := [each["content"] for each in added if each["id"] >= rows]:
+        logger.warning(f"{tokenizer}: without {listed(cut, 3)}, for which the model has no row")
+    return {**record, "added_tokens": [each for each in added if each["id"] < rows]}
 
 
 def _text_format(

@@ -24,7 +24,7 @@ def otherwise(config: Mapping[str, Any]) -> str | None:
     if has_window and kind in _NO_WINDOW:
         return f"MLX has no windows for {kind}: its answers are right up to {window} tokens."
     slides = SLIDING in config.get("layer_types", ())
-    if has_window and slides and kind == "gemma3_text" and not config.get("sliding_window_pattern"):
+    if slides and kind == "gemma3_text" and not config.get("sliding_window_pattern"):
         return "MLX knows windows of Gemma 3 in a period alone, and gives them to other layers."
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "yarn":
