@@ -2,7 +2,7 @@
 # torchdata 0.11.0, torchdata.nodes: a `Loader` that is given the state of a finished epoch begins the next one, as its
 # `restart_on_stop_iteration` promises; but from then on its `state_dict()` is that old state for ever, in the middle
 # of this epoch and after any number of further ones. Whoever resumes from a later checkpoint starts again with the
-# second epoch and repeats what has been read since. A state from the middle of an epoch has no such effect.
+# second epoch and reads the same data again. States saved in the middle of an epoch work.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -39,7 +39,7 @@ def read(loader, count):
 
 
 def two_stops(first, second):
-    """Return what is seen if training stops after `first` numbers and after `second` more, and the states."""
+    """Stop after `first` numbers and after `second` more; return all numbers seen and both states."""
     before, one = read(resumed(), first)
     between, two = read(resumed(one), second)
     after, _ = read(resumed(two), 4)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# torchdata 0.11.0, StatefulDataLoader: of an IterableDataset without a state_dict of its own, the state is the number
-# of batches so far, and resuming skips as many. But a resumed loader counts what it skips a second time, so that what
-# it saves is too large: the first resume is right, and each later one leaves data out without an error, as much as the
-# run before it had skipped. It is the same in the loader's own process and with one or two workers (of two, an odd
+# torchdata 0.11.0, StatefulDataLoader: if an IterableDataset has no state_dict, the loader saves the number of batches
+# read and skips that many on resuming. A resumed loader counts the skipped batches twice, so the number it saves next
+# is too large: the first resume is right, and each later one silently leaves out as many batches as the run before it
+# had skipped. It is the same in the loader's own process and with one or two workers (of two, an odd
 # count ends in "the dataset may have changed" instead). A dataset with a state_dict, and a map-style one, are resumed
 # rightly however often.
 set -euo pipefail

@@ -115,7 +115,7 @@ def test_a_stream_gives_the_same_as_completing():
 
 
 def test_a_byte_that_is_no_character_after_one_that_is_loses_nothing():
-    """`ByteFallback` breaks the whole run of bytes then, what was said of it included."""
+    """`ByteFallback` then replaces every byte of the run, even those already returned."""
     tokenizer = sentencepiece()
     stream = Detokenizer(tokenizer)
     pieces = [stream.push(tokenizer.token_to_id(name)) for name in ("<0x0A>", "<0xE2>", "x", "y")]

@@ -247,7 +247,7 @@ class PipelineLoader(GlobalBatchLoader):
                 fix = "return a node of torchdata.nodes or a StatefulDataLoader"
                 raise self._fault(f"is a {type(made).__name__}: {fix}")
             data = getattr(made, "dataset", None)
-            # torchdata 0.11 counts what it skips as read, so that a second resume skips it again.
+            # torchdata 0.11 counts skipped items twice, so a second resume would skip too many.
             if isinstance(data, IterableDataset) and not any(
                 hasattr(each, "state_dict") for each in (data, iter(data))
             ):
