@@ -19,7 +19,7 @@ if [ "${1:-}" = --arm ]; then # --arm RECIPE SEED STAGES UNCLEAN...: what this s
     case $recipe in
         physics_exams) exec bash tools/physics.sh --exams "${@:5}" --seeds "$3" "${names[@]}" ;;
         physics_small) exec bash tools/physics.sh "${@:5}" --seeds "$3" "${names[@]}" ;;
-        depth_pays) exec bash tools/depth_pays.sh "${@:5}" --seeds "$3" "${names[@]}" ;;
+        depth_pays_tuned) exec bash tools/depth_pays.sh --tuned "${@:5}" --seeds "$3" "${names[@]}" ;;
     esac
     choose "$recipe" "${@:5}" --seeds "$3" "${names[@]}"
     train_arms "$recipe"
@@ -34,7 +34,7 @@ arms=(
     recurrent_depth_ood:r4
     physics_exams:mano_1x4,mano_4x1,hops_r1_25,hops_r4_25,hops_r1_50,hops_r4_50
     physics_small:capo_l1,capo_l4
-    depth_pays:looped_muon,last_step_muon
+    depth_pays_tuned:every_step_1e-2,looped_2e-2
 )
 at_once=$(nproc) seeds="4 5 6" listing=no unclean=()
 if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then

@@ -32,7 +32,7 @@ examine() {
     local depths=(1 2 4 8)
     case $recipe-$1 in # the tables of rates have the trained R alone
         depth_pays_rates-*) depths=("${1:1:1}") ;;
-        depth_pays_tuned-looped_*) depths=(4) ;;
+        depth_pays_tuned-looped_* | depth_pays_tuned-every_step_*) depths=(4) ;;
         depth_pays_tuned-*) depths=(1) ;;
     esac
     titan_loop eval "$2" --windows 128 --depths "${depths[@]}"

@@ -10,7 +10,8 @@ whose names end in `_flops` get the training FLOPs of `last_step` instead of its
 `depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with six learning rates, with and
 without the residual scale, on a third of the tokens.
 `depth_pays_tuned` has the arms that the front page compares, each at five rates with Muon; seeds
-draw the weights and the order of the data. `same_text` reads the tokens of the others 2.9 times,
+draw the weights and the order of the data. `every_step` has the gate, and so every step's loss;
+`same_text` reads the tokens of the others 2.9 times,
 `more_text` and `two_layers_more` read new ones: all three cost the FLOPs of `looped`.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
@@ -135,6 +136,7 @@ def _bits(
 TUNED: dict[str, dict[str, Any]] = {
     "not_looped": {"steps": 1},
     "looped": {"steps": STEPS},
+    "every_step": {"steps": STEPS, "exit_gate": True},
     "two_layers": {"steps": 1, "n_layers": 2},
     "four_layers": {"steps": 1, "n_layers": STEPS},
     "same_text": {"steps": 1, "same_flops": True, "unique_tokens": TOTAL_TOKENS},
