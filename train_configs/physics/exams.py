@@ -7,6 +7,7 @@
 | `mano_KxL` | arithmetic modulo 7 by K layers visited L times, with Muon at 1e-2 |
 | `mano_1x1_more` | one layer visited once, on four times the tokens |
 | `…_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
+| `mano5_KxL_RATE` | at most five operations: the paper's gap grows with their number |
 | `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
 
 Here `hops_…` have nine relations and in `physics_small` eight, so the worlds differ.
@@ -46,6 +47,7 @@ from .small import (
 )
 
 MANO = CommutedMano(modulus=7, max_operations=3)
+LONGER = CommutedMano(modulus=7, max_operations=5)
 REPORTED, TUNING = MANO.strata
 RATE = 1e-2
 RATES = {"125e-5": 1.25e-3, "25e-4": 2.5e-3, "5e-3": 5e-3, "1e-2": RATE, "2e-2": 2e-2}
@@ -58,6 +60,8 @@ TUNED = {
     "1x1_more": (f"{grid_name(1, 1)}, four times the tokens", 1),
 }
 """Arm that a front page compares → its row in the tables, and visits."""
+
+LONGER_ARMS, LONGER_RATES = ("1x4", "4x1"), ("25e-4", "5e-3", "1e-2")
 
 TABLES = {
     "physics_exams": [
@@ -85,6 +89,17 @@ TABLES = {
             },
             everywhere={"task": MANO.name, "stratum": TUNING, "metric": "acc,none"},
             columns_are="largest learning rate",
+        ),
+        ResultTable(
+            name="longer",
+            title="% right of five operations",
+            rows={TUNED[arm][0]: at(f"mano5_{arm}", TUNED[arm][1]) for arm in LONGER_ARMS},
+            columns={
+                f"{name}{', tuning' * tuning}": {"stage": name, "stratum": stratum}
+                for name in LONGER_RATES
+                for tuning, stratum in enumerate(LONGER.strata)
+            },
+            everywhere={"task": LONGER.name, "metric": "acc,none"},
         ),
         ResultTable(
             name="hops",
@@ -117,6 +132,11 @@ def physics_exams() -> Recipe:
                 config = _asked(arithmetic[f"mano_{arm}"], MANO)
                 config.learning_rate = cosine(rate, config.total_tokens, warmup=WARMUP_TOKENS)
                 stages.append(Stage(name=f"mano_{arm}_{name}", config=config))
+    for arm in LONGER_ARMS:
+        for name in LONGER_RATES:
+            config = _asked(arithmetic[f"mano_{arm}"], LONGER)
+            config.learning_rate = cosine(RATES[name], config.total_tokens, warmup=WARMUP_TOKENS)
+            stages.append(Stage(name=f"mano5_{arm}_{name}", config=config))
     for loops in HOPS_LOOPS:
         for share in HOPS_SHARES:
             name = f"hops_r{loops}_{share}"
