@@ -115,3 +115,16 @@ def test_a_prompt_may_hold_turns_that_no_training_could_find(small_tokenizer):
     refusing = ChatTemplate(text="{{ raise_exception('no more') }}")
     with pytest.raises(UserError, match="the chat template fails: no more"):
         ChatEncoder(tokenizer, refusing).prompt(asked)
+
+
+@pytest.mark.parametrize("written", ["'(' + a + ')'", "'(' ~ a ~ ')'", "'(' ~ a | tojson ~ ')'"])
+def test_arguments_of_a_call_are_an_object_and_its_json(written):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}"
+        "{% set a = call.function.arguments %}{{ call.function.name }}{{ " + written + " }}"
+        "{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    turns = [*ASKED.turns, *parse_messages([{"role": "assistant", "tool_calls": [call]}])]
+    text, _ = ChatTemplate(text=template).render(Conversation(tuple(turns)))
+    assert text.endswith('<assistant>weather({"city": "Köln"})')

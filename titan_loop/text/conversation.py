@@ -60,6 +60,19 @@ class RejectedError(ValueError):
     """A record says that its answer is a bad one."""
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, JSON where a template (DeepSeek's) joins or prints them as a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: object) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: object) -> str:
+        return f"{other}{self}"
+
+
 class Turn(NamedTuple):
     """One message of a conversation.
 
@@ -96,7 +109,7 @@ class Turn(NamedTuple):
                 {
                     **({"id": call["id"]} if "id" in call else {}),
                     "type": "function",
-                    "function": {name: call[name] for name in ("name", "arguments")},
+                    "function": {"name": call["name"], "arguments": _for_template(call)},
                 }
                 for call in self.calls
             ]
@@ -303,6 +316,11 @@ def _call(call: Any) -> Mapping[str, Any]:
         arguments = _from_json(arguments, "arguments") if arguments.strip() else {}
     number = {} if call.get("id") is None else {"id": call["id"]}
     return {"name": name, "arguments": {} if arguments is None else arguments, **number}
+
+
+def _for_template(call: Mapping[str, Any]) -> Any:
+    arguments = call["arguments"]
+    return _Arguments(arguments) if isinstance(arguments, dict) else arguments
 
 
 def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
