@@ -189,6 +189,19 @@ def test_logits_and_greedy_tokens_are_ours(transformers, written):
 
 
 @torch.no_grad()
+def test_padding_on_the_left_changes_no_answer(transformers, written):
+    """Also where its own rows see no key, which SDPA's boolean masks say."""
+    _, _, folder = written
+    if folder.name not in OWN_CODE:
+        return
+    theirs = load_whole(transformers, folder)
+    mask = (torch.arange(24) >= 4).long()[None]
+    alone = theirs.generate(IDS[:, 5:25], attention_mask=mask[:, 4:], **GREEDY)
+    padded = theirs.generate(IDS[:, 1:25], attention_mask=mask, **GREEDY)
+    assert padded[:, 4:].tolist() == alone.tolist()
+
+
+@torch.no_grad()
 def test_the_number_of_loops_may_change_after_loading(transformers, written):
     model, _, folder = written
     if folder.name not in OWN_CODE:

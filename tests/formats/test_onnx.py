@@ -331,6 +331,12 @@ def test_without_the_package_or_above_2_gib_nothing_is_written(tmp_path, capsys,
     monkeypatch.setattr(onnx_file, "_MOST_BYTES", 1000)
     assert cli.main([*command, str(tmp_path / "model")]) == 2
     assert "--to=onnx: a file holds at most 2 GiB" in capsys.readouterr().err
+    model, run = write(tmp_path / "tied", "ouro", tie_weights=True)
+    count = sum(each.numel() for each in {*model.parameters()})
+    monkeypatch.setattr(onnx_file, "_MOST_BYTES", count)  # int8 adds scales, and the head
+    small = ["convert", "export", str(run), *command[3:], str(tmp_path / "tied/model")]
+    assert cli.main([*small, "--dtype", "int8"]) == 2
+    assert "--to=onnx: a file holds at most 2 GiB" in capsys.readouterr().err
     _, run = write(tmp_path / "odd", "ouro", hidden_dim=100)
     odd = ["convert", "export", str(run), *command[3:], str(tmp_path / "odd/model")]
     assert cli.main([*odd, "--dtype", "int4"]) == 2

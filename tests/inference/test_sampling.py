@@ -55,6 +55,12 @@ def test_the_largest_random_number_never_draws_a_token_of_weight_zero():
     assert draw(weight, largest).tolist() == [2]
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-320])
+def test_a_temperature_near_0_is_greedy(temperature):
+    weight = probabilities(torch.tensor([[1.0, 30.0, 20.0]]), Sampling(temperature=temperature))
+    assert weight.tolist() == [[0, 1, 0]]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -57,7 +57,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     monkeypatch.setenv(SCHEDULER_VARIABLE, "local")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     container = {"TITAN_LOOP_CONTAINER": f"{sys.executable} -c '{RANK}'"}
-    return Jobs(tmp_path / "run", {**os.environ, **container})
+    return Jobs(tmp_path / "Ada's run", {**os.environ, **container})
 
 
 def test_crashes_are_started_again_and_bad_nodes_left_out(jobs: Jobs):

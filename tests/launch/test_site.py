@@ -46,6 +46,8 @@ def test_a_site_file_may_print_and_export_several_lines(tmp_path):
     assert found["A"] == "x=y\nz"
     assert (found["TITAN_LOOP_CONTAINER"], found["TITAN_LOOP_OWN"]) == ("run", "before")
     assert source_site(write(tmp_path, ""), OUTSIDE)["PATH"] == OUTSIDE["PATH"]
+    site = write(tmp_path, "export TITAN_LOOP_PLUGINS=my_package.mine")
+    assert source_site(site, OUTSIDE)["TITAN_LOOP_PLUGINS"] == "my_package.mine"
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,9 @@ def test_the_number_of_a_job_is_found_among_a_wrappers_lines(said, answer):
     answers["sbatch"] = "queued"
     with pytest.raises(RunFailedError, match="'queued', and no line of it is a job's number"):
         Slurm().submit(Path("x"), after=None, environment={})
-    with pytest.raises(UserError, match="SBATCH_TIMELIMIT=9 would override what submit writes"):
-        Slurm().submit(Path("x"), after=None, environment={"SBATCH_TIMELIMIT": "9"})
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_OUTPUT", "SBATCH_ERROR"):
+        with pytest.raises(UserError, match=f"{name}=9 would override what submit writes"):
+            Slurm().submit(Path("x"), after=None, environment={name: "9"})
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,12 @@ def test_cpus_memory_gpus_and_mail_reach_the_script(tmp_path, capsys):
     flags = ("--nodes=1", "--gpus-per-node=a100:2", "--time=1:00:00", "--dry-run")
     # Of a machine with GPUs, which this one is not.
     gpu_only = ("--profiler.enable-memory-snapshot", "--model.attention=varlen")
-    for sbatch, gpus in (("--qos=long", True), ("--gres=gpu:a100:2 --mail-type=END,FAIL", False)):
+    for sbatch, gpus in (
+        ("--qos=long", True),
+        ("--gres=gpu:a100:2 --mail-type=END,FAIL", False),
+        ("--gres=nvme:1,gpu:2", False),
+        ("--gres=lscratch:200 --gres-flags=enforce-binding", True),  # neither asks for a GPU
+    ):
         more = ("--site", str(site), f"--sbatch={sbatch}", *gpu_only)
         assert main(["slurm", "submit", RECIPE, *flags, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -109,3 +114,18 @@ def test_what_is_missing_is_said(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert "slurm run is for batch scripts" in said("run", RECIPE, f"--dump-folder={tmp_path}")
     assert f"{tmp_path / 'x'} has no jobs" in said("cancel", str(tmp_path / "x"))
+
+
+def test_a_job_without_an_answer_is_not_said_to_be_absent(tmp_path, capsys, monkeypatch):
+    """SLURM may have queued it all the same; the jobs before it are cancelled."""
+    lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    for name, body in {
+        "sbatch": f'case "$*" in *afterok*) echo "{lost}" >&2; exit 1;; esac; echo 7',
+        "scancel": f'echo "$*" >"{tmp_path}/cancelled"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(["slurm", "submit", RECIPE, *FLAGS, f"--dump-folder={tmp_path}/runs"]) != 0
+    assert f"{lost}); nothing else is queued" in capsys.readouterr().err
+    assert (tmp_path / "cancelled").read_text() == "7\n"

@@ -115,3 +115,17 @@ def test_twice_the_layers_are_twice_the_steps(tmp_path: Path):
     tokens = torch.arange(40)[None] * 7 % 128
     want = made(tokens, recurrent_steps=4).hidden_RBLD[-1]
     assert torch.equal(opened(tmp_path / "deep")(tokens, recurrent_steps=2).hidden_RBLD[-1], want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["none", "learned", "relative", "deberta", "bias", "rope"])
+def test_dense_blocks_have_every_kind_of_positions(kind):
+    """One layer without positions reads earlier tokens as a set."""
+    more = {"learned": {"learned_positions": 32}, "rope": {}, "none": {}}
+    more = more.get(kind, {"relative_window": 16})
+    options = DenseOptions(n_layers=1, recurrent_steps=1, positions=kind, **more)
+    model = random_model(options, 32)
+    ids = torch.arange(12)[None] * 7 % 128
+    swapped = ids[:, [1, 0, *range(2, 12)]]
+    first, turned = (model(each).hidden_RBLD[-1][0, -1] for each in (ids, swapped))
+    assert ((first - turned).abs().max() < 1e-9) == (kind == "none")

@@ -26,6 +26,8 @@ def test_advantages_are_of_the_group_and_0_without_spread():
         wanted.append([(each - mean) / spread if spread else 0.0 for each in group])
     torch.testing.assert_close(group_advantages(reward_PG), torch.tensor(wanted).double())
     assert has_spread(reward_PG).tolist() == [True, False, True]
+    rounded_PG = torch.full((1, 6), 1 - 1 / 3, dtype=torch.float64)  # not their mean
+    assert not group_advantages(rounded_PG).any()
 
 
 def test_weights_normalise_by_answer_group_or_batch():

@@ -15,9 +15,11 @@ from titan_loop.rl.reward_loss import (
     ENGINE_LOG_PROB,
     OLD_EXIT_LOG_PROB,
     OLD_LOG_PROB,
+    PARENT_LOG_PROB,
     READ_STEP,
     WEIGHT,
     RewardLoss,
+    written_log_probs,
 )
 
 UNREAD = (ENGINE_LOG_PROB, OLD_LOG_PROB, OLD_EXIT_LOG_PROB)
@@ -135,3 +137,14 @@ def test_rltt_weighs_the_log_probabilities_of_all_steps(kind):
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and "exit_gate" not in name:
             torch.testing.assert_close(found[name], parameter.grad, msg=name)
+    read = columns[READ_STEP]
+    columns[PARENT_LOG_PROB] = written_log_probs(model.lm_head, output, labels, read)[0]
+    objective = RewardLoss(RewardLoss.Config(trajectory=kind, kl_weight=0.1))
+    _, metrics = objective.compute(model.lm_head, output, LossBatch(labels, 1.0, columns))
+    assert metrics["rl/kl_nats"].item() == pytest.approx(0.0, abs=1e-12)  # its own parent
+
+
+@pytest.mark.parametrize("kind", ["uniform", "progressive"])
+def test_the_weights_of_rltt_are_on_the_device_of_the_log_probabilities(kind):
+    log_prob = torch.zeros(STEPS, 1, 2, device="meta")
+    assert RewardLoss(RewardLoss.Config(trajectory=kind))._omega(log_prob, None).is_meta

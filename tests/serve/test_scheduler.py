@@ -5,15 +5,24 @@ import threading
 import pytest
 import torch
 
+from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import make_model, prompts
 from tests.serve.conftest import Answer, until
 from titan_loop.errors import UserError
+from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import Confidence, KLAndEntropy, QExit, StaticStep
+from titan_loop.inference.exit_policy import (
+    Confidence,
+    KLAndEntropy,
+    QExit,
+    SampledExit,
+    StaticStep,
+)
 from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.objectives.exit_distribution import exit_pmf
-from titan_loop.serve.rows import RefusedError, RowSettings, ServingEngine
+from titan_loop.serve.answering import Answering
+from titan_loop.serve.rows import LogProbs, RefusedError, RowSettings, ServingEngine
 from titan_loop.serve.scheduler import Scheduler
 
 WARM = Sampling(temperature=0.8, top_p=0.9)
@@ -24,6 +33,7 @@ MIXED = [
     RowSettings(recurrent_steps=2, exit_policy=Confidence(0.055), logprobs=3),
     RowSettings(recurrent_steps=4, exit_policy=KLAndEntropy(0.2, 4.5), sampling=WARM),
     RowSettings(recurrent_steps=1, sampling=Sampling(temperature=1.5, top_k=7)),
+    RowSettings(recurrent_steps=4, exit_policy=SampledExit(), sampling=WARM),
 ]
 
 
@@ -39,9 +49,9 @@ def scheduler_of(model, *, rows: int = 3, queue: int = 64, kv_cache: str = "full
 
 @pytest.mark.parametrize("kv_cache", ["full", "last", "first", "averaged"])
 def test_rows_of_all_settings_write_what_they_write_alone(model, kv_cache):
-    """Six rows share three places; each has its own depth, policy and sampling, in float64."""
+    """Seven rows share three places; each has its own depth, policy and sampling, in float64."""
     scheduler = scheduler_of(model, kv_cache=kv_cache)
-    given = prompts(5, 2, 9, 4, 7, 3)
+    given = prompts(5, 2, 9, 4, 7, 3, 6)
     answers = [
         Answer(scheduler.engine, Request(prompt=prompt, max_new_tokens=8), settings, seed=seed)
         for seed, (prompt, settings) in enumerate(zip(given, MIXED, strict=True))
@@ -130,6 +140,33 @@ def test_deeper_steps_than_the_prompt_ran_see_its_last_one(model):
     engine = Engine(model, recurrent_steps=4, prefill_steps=2)
     request = Request(prompt=[*prompt, answer.tokens[0]], max_new_tokens=8)
     assert answer.tokens[1:] == engine.complete([request])[0].tokens
+
+
+def test_text_that_may_begin_a_stop_string_is_not_lost_when_time_is_up(model):
+    tokenizer = byte_level_tokenizer()
+    request = Request(prompt=[1], text=Detokenizer(tokenizer, ["bc"]))
+    engine = ServingEngine(model, recurrent_steps=4)
+    answer = Answer(engine, request, RowSettings(recurrent_steps=4))
+    for token in tokenizer.encode("ab").ids:
+        answer.row.accept(token, 4)
+    answer.row.end("time")
+    kind = Answering("chat", answer.row, model="m", tokenizer=tokenizer, engine=engine)
+    (choice,) = kind.whole(answer.pieces)[1]["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("ab", "length")
+
+
+def test_offsets_are_those_of_the_text(model):
+    """Half a character and a special token take no place in it."""
+    tokenizer = byte_level_tokenizer()
+    engine = ServingEngine(model, recurrent_steps=4)
+    request = Request(prompt=[1], text=Detokenizer(tokenizer))
+    answer = Answer(engine, request, RowSettings(recurrent_steps=4))
+    answer.row.logprobs = LogProbs(-1.0, [])
+    for token in tokenizer.encode("a<|im_start|>éb").ids:
+        answer.row.accept(token, 4)
+    kind = Answering("completion", answer.row, model="m", tokenizer=tokenizer, engine=engine)
+    (choice,) = kind.whole(answer.pieces)[1]["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("aéb", [0, 1, 1, 1, 2])
 
 
 class _Gate:

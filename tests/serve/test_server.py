@@ -97,8 +97,11 @@ def test_a_chat_is_written_in_the_template_of_the_model(server, client):
     answer = client.chat.completions.create(**options)
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content == whole.text
-    stream = client.chat.completions.create(stream=True, **options)
-    assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole.text
+    deltas = [
+        chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **options)
+    ]
+    assert "".join(delta.content for delta in deltas) == whole.text
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * 4
 
 
 def test_stops_seeds_and_prompts(server, client):
@@ -140,6 +143,11 @@ def test_log_probabilities_stand_beside_their_tokens(server, client):
     assert [max(each.values()) for each in told.top_logprobs] == told.token_logprobs
     assert told.text_offset == [0, 1, 2, 3]
     assert [len(each) for each in told.top_logprobs] == [3] * 4  # half characters, too
+    warm = {"model": "run", "prompt": PROMPT, "temperature": 2.0, "logprobs": 1}
+    (choice,) = client.completions.create(seed=4, max_tokens=6, **warm).choices
+    told = choice.logprobs
+    owns = zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+    assert all(each[token] == own for token, own, each in owns)
     messages = [{"role": "user", "content": "hi"}]
     options = {"messages": messages, "max_tokens": 3, "logprobs": True, **GREEDY}
     answer = client.chat.completions.create(top_logprobs=2, **options)
@@ -166,6 +174,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (b"[" * 100_000, 400, "the body is not JSON"),
         ([], 400, "the body is not a JSON object"),
         (TEXT | {"model": "../run"}, 404, "model='../run' is not served here; it is 'run'"),
+        (TEXT | {"stream_options": {"include_usge": True}}, 400, "include_usge is not a field of"),
         (TEXT | {"top_pp": 1}, 400, "top_pp is not a field of this request; nearest: top_p"),
         (TEXT | {"presence_penalty": 0.5}, 400, "presence_penalty=0.5 is not supported here"),
         (TEXT | {"temperature": "hot"}, 400, 'temperature="hot" must be a whole number or a num'),

@@ -17,7 +17,7 @@ from titan_loop.formats import gguf_dense, mlx_dense
 from titan_loop.formats.fields import Options
 from titan_loop.formats.fused import FusedFolder, fuse
 from titan_loop.formats.gguf_file import UNROLLED
-from titan_loop.formats.llama_shape import Card, LlamaShape, Read, Shapes
+from titan_loop.formats.llama_shape import EMBEDDING, HEAD, Card, LlamaShape, Read, Shapes
 from titan_loop.formats.model_folder import engines_of_llama, folder_format
 from titan_loop.formats.model_type import UnsaidError
 from titan_loop.formats.model_types import MODEL_TYPES
@@ -256,6 +256,8 @@ class UnrolledShape(BlockShape, DenseShape):
     def gguf_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
         """As in the base class, with gains 1 + w, fused matrices, and divisors of rotations."""
         shapes, stored = self.as_stored(shapes, read)
+        if self.gguf_engine()[0] == "olmo2":  # which loads no tied head
+            shapes = {**shapes, HEAD: shapes[EMBEDDING]}
         factors = gguf_dense.frequency_factors(self.block_options())
         if factors is not None:
             shapes = {**shapes, _FREQUENCIES: (len(factors),)}

@@ -51,6 +51,8 @@ ENGINES: Mapping[str, Engine] = {
 
 _FACTORS = ("llama", "granite")
 """Architectures with `rope_freqs`; a file of another one that has it is not loaded."""
+_WHOLE_HEADS = ("qwen2", "olmo2", "phi3")
+"""Architectures whose heads are together as wide as the model; others' files are not loaded."""
 _NOPE_PERIOD = 4
 """Layers between two without rotations, which llama.cpp's SmolLM3 fixes."""
 
@@ -65,6 +67,8 @@ def keys(kind: str, options: Options) -> dict[str, Any]:
     width = options["head_dim"] or options["dim"] // options["n_heads"]
     found: dict[str, Any] = {}
     if width * options["n_heads"] != options["dim"]:
+        if engine.architecture in _WHOLE_HEADS:
+            raise _otherwise(kind, "head_dim", width)
         found |= {"attention.key_length": width, "attention.value_length": width}
     if options["attention_biases"] not in engine.biases or (
         options["feed_forward_biases"] and kind != "llama"
@@ -113,7 +117,8 @@ def _window(kind: str, engine: Engine, options: Options) -> dict[str, Any]:
     window, windowed = options["window"], options["windowed_layers"]
     wide = window is None or window >= options["max_positions"]
     if wide and options["window_rope_theta"] is None:
-        return {}
+        # Without the key, its Gemma 2 has windows of 4096.
+        return {"attention.sliding_window": window} if kind == "gemma2" else {}
     layers = range(options["n_layers"])
     for period in (0, *layers):
         slide = [layer for layer in layers if not period or layer % period < period - 1]

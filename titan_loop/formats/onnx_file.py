@@ -6,6 +6,7 @@ checkpoint ─► OnnxShape ─► LoopGraph (`onnx_loop.py`) ─► model.onnx,
 from collections.abc import Mapping
 from functools import partial
 from importlib import resources
+from math import prod
 from pathlib import Path
 from shutil import copyfile
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import torch
 import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
-from titan_loop.formats.llama_shape import LlamaShape
+from titan_loop.formats.llama_shape import EMBEDDING, LlamaShape
 from titan_loop.formats.onnx_shape import OnnxShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
@@ -75,7 +76,12 @@ def _check_size(shape: OnnxShape, dtype: str, bits: int) -> None:
         if bits < 32 and width % _BLOCK:
             problem = f"--dtype={dtype} needs a multiple of {_BLOCK} as model.{name}, not {width}"
             raise UserError(f"{problem}; use float32")
-    bytes_ = shape.parameter_count() * bits // 8
+    bytes_ = 4 * shape.parameter_count()
+    if bits < 32:  # with scales, and a tied matrix twice: as embedding, in 8 bits, and as head
+        sizes = {**shape.tensor_shapes()}
+        rows, width = sizes.pop(EMBEDDING)
+        blocks = sum(prod(size) for size in sizes.values()) // _BLOCK
+        bytes_ = rows * (width + 4) + blocks * (_BLOCK * bits // 8 + 4)
     if bytes_ > _MOST_BYTES:
         raise UserError(
             f"--to=onnx: a file holds at most 2 GiB, and this model has {bytes_ / 2**30:.1f} in "

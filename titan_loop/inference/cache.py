@@ -38,9 +38,6 @@ from titan_loop.models.context import CacheSlot, Entries
 from titan_loop.models.family import get_family
 from titan_loop.plugins import find, names
 
-RING = 16
-"""Tokens whose inputs of short convolutions are kept: the taps, and a pass of drafts taken back."""
-
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, (B, L, N, H) each."""
 EntryPair = tuple[Entries, Entries]
@@ -74,7 +71,7 @@ class CacheShape(NamedTuple):
     """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H.
 
     `window` is the number of keys that windowed layers see; None without such layers. `taps` and
-    `channels` are of the short convolutions of a layer.
+    `channels` are of the short convolutions of a layer. `drafts` tokens may be taken back at once.
     """
 
     steps: int
@@ -87,6 +84,12 @@ class CacheShape(NamedTuple):
     window: int | None = None
     taps: int = 1
     channels: tuple[int, ...] = ()
+    drafts: int = 0
+
+    @property
+    def ring(self) -> int:
+        """Tokens whose inputs of short convolutions are kept: the taps, and drafts taken back."""
+        return self.taps + self.drafts
 
 
 class LoopCache(ABC):
@@ -121,7 +124,7 @@ class LoopCache(ABC):
         ]
         self._every_row = torch.arange(shape.rows, device=device).unsqueeze(1)
         self._last_B1 = self._every_row[:0]
-        size = (self._kept_steps, shape.layers, shape.rows, RING)
+        size = (self._kept_steps, shape.layers, shape.rows, shape.ring)
         # Inputs of convolutions; the one of position p stands at index p modulo their number.
         self._rings = [
             torch.zeros(*size, width, dtype=dtype, device=device) for width in shape.channels
@@ -239,7 +242,7 @@ class LoopCache(ABC):
         """Store the latest inputs of one convolution of whole prompts."""
         slot = min(step, self._kept_steps) - 1
         ring = self._rings[part][slot, layer, first_row : self.rows]
-        ring.copy_(self.newest(x_BLC, RING))
+        ring.copy_(self.newest(x_BLC, self.shape.ring))
 
     def write_inputs(
         self, step: int | Tensor, layer: int, part: int, x_BLC: Tensor, places: Places
@@ -248,9 +251,9 @@ class LoopCache(ABC):
         ring = self._rings[part][:, layer]
         slot_B1 = _of_rows(step, ring, 2).clamp(max=self._kept_steps) - 1
         ahead_T = torch.arange(1 - self.shape.taps, 0, device=ring.device)
-        before_BT = (places.positions_BL[:, :1] + ahead_T) % RING
+        before_BT = (places.positions_BL[:, :1] + ahead_T) % self.shape.ring
         before_BTC = ring[slot_B1, self._row, before_BT].to(x_BLC.dtype)
-        ring[slot_B1, self._row, places.positions_BL % RING] = x_BLC.to(ring.dtype)
+        ring[slot_B1, self._row, places.positions_BL % self.shape.ring] = x_BLC.to(ring.dtype)
         return torch.cat([before_BTC, x_BLC], dim=1)
 
     @abstractmethod
@@ -300,7 +303,7 @@ class FullCache(LoopCache):
             entry_2RNNH = self._memory[:, :, :, row, position]
             entry_2RNNH[:, step:] = entry_2RNNH[:, step - 1 : step]
             for ring in self._rings:
-                inputs_RNC = ring[:, :, row, position % RING]
+                inputs_RNC = ring[:, :, row, position % self.shape.ring]
                 inputs_RNC[step:] = inputs_RNC[step - 1]
 
 

@@ -81,6 +81,7 @@ class Engine:
         require_exit_policy(model, self.exit_policy)
         if speculation is not None:
             speculation.check(self.recurrent_steps)
+            self.stack.drafts = speculation.draft_tokens
             if kv_cache != "full":
                 raise UserError(
                     f"kv_cache={kv_cache}: drafts can be verified with kv_cache=full only"

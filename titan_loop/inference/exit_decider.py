@@ -37,9 +37,8 @@ class ExitDecider:
         """Log-probabilities after the latest step, (B, L, V), if the policy reads logits."""
         return self._memory.get("log_prob")
 
-    @property
-    def draws(self) -> bool:
-        """Whether a decision needs a random number for each token."""
+    def draws(self, row: object) -> bool:
+        """Return whether a row's decisions need a random number for each token."""
         return self.policy.draws
 
     def decide(

@@ -262,9 +262,10 @@ class Batch:
 
         Rows at step 0 are prompts, whose last token begins.
         """
-        if not decider.draws:
+        drawing = [row for row in rows if decider.draws(row)]
+        if not drawing:
             return None
-        for row in rows:
+        for row in drawing:
             if row.step <= 1:
                 row.share = row.uniform()
         return torch.tensor(

@@ -46,7 +46,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     wide = at_least_fp32(logits)
     if sampling.temperature == 0.0:
         return torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
-    wide = wide / sampling.temperature
+    # Neither the logits nor the temperature may leave the dtype's range.
+    temperature = max(sampling.temperature, torch.finfo(wide.dtype).tiny)
+    wide = (wide - wide.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None and sampling.top_k < wide.shape[-1]:
         smallest = wide.topk(sampling.top_k).values[..., -1:]
         wide = wide.masked_fill(wide < smallest, -torch.inf)

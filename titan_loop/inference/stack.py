@@ -49,6 +49,7 @@ class Stack:
         captures: Whether visits that come up often are captured or compiled.
         compiles: Whether they are compiled.
         packed: Whether `pack` found matrices.
+        drafts: Number of tokens that a round of drafts may take back.
     """
 
     def __init__(self, model: LoopDecoder) -> None:
@@ -68,6 +69,7 @@ class Stack:
         # Until a capture fails.
         self.captures = self.device.type == "cuda"
         self.compiles = self.packed = False
+        self.drafts = 0
         # On a CPU a copy of all keys costs more than reading them where they stand.
         reads_entries = self.device.type == "cpu" and all(
             type(layer.attention) is LoopAttention and layer.attention.reads_entries
@@ -106,6 +108,7 @@ class Stack:
             self.attention.head_dim,
             self.model.config.window,
             *self.model.convolved(),
+            self.drafts,
         )
 
     def prompt_context(

@@ -7,6 +7,7 @@ A job is a folder `JOBS/NUMBER`, JOBS being `TITAN_LOOP_LOCAL_JOBS`, and its sta
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ class Local:
     ) -> str:
         """Return a script that writes all it says to `log`."""
         shape = f"{resources.nodes} {resources.ranks_per_node} {resources.gpus_per_node}"
-        return site.batch_script([f"export {_SHAPE}='{shape}'", f"exec >>'{log}' 2>&1"], command)
+        to_log = f"exec >>{shlex.quote(str(log))} 2>&1"
+        return site.batch_script([f"export {_SHAPE}='{shape}'", to_log], command)
 
     def submit(self, script: Path, *, after: str | None, environment: Mapping[str, str]) -> str:
         """Start the process of a job, which outlives this one."""

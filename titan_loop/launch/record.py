@@ -2,7 +2,7 @@
 
 STAGE.sbatch   the script that was submitted
 STAGE.log      output of all starts of the stage's job
-jobs.json      stage → its latest job
+jobs.json      stage → job of the latest submission
 STAGE.json     number of restarts without a new checkpoint, and the bad nodes
 check-JOB-K/   reports of the node check before start K
 exit-JOB-K/    exit code of every rank that ended start K by itself

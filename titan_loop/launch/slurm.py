@@ -21,6 +21,7 @@ _ENDED = (
 _FORGOTTEN = "Invalid job id"  # in an answer about a job that SLURM has forgotten
 _NAME = r"[A-Za-z][\w:/]*="
 _FIELD = re.compile(rf"(?:^|\s)({_NAME[:-1]})=(.*?)(?=\s+{_NAME}|\s*$)")  # a value may have spaces
+_GPUS = re.compile(r"--gres=(.*\W)?gpu\b")
 _SECONDS = 60.0
 _WAITS = (5, 15, 40)
 _UPDATE_ATTEMPTS = 5
@@ -30,12 +31,13 @@ EARLY_SECONDS = 60
 _OWN_FLAGS = {
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--time", "--signal", "--job-name"),
     *("--output", "--open-mode", "--requeue", "--no-requeue", "--dependency", "--array"),
-    *("--partition", "--account"),
+    *("--partition", "--account", "--wait"),
 }
 # sbatch prefers these to a script's directives.
 _OVERRIDING = {
     *("SBATCH_TIMELIMIT", "SBATCH_GPUS_PER_NODE", "SBATCH_SIGNAL", "SBATCH_JOB_NAME"),
-    *("SBATCH_OPEN_MODE", "SBATCH_NO_REQUEUE", "SBATCH_ARRAY_INX"),
+    *("SBATCH_OPEN_MODE", "SBATCH_NO_REQUEUE", "SBATCH_ARRAY_INX", "SBATCH_OUTPUT", "SBATCH_ERROR"),
+    "SBATCH_WAIT",
 }
 
 
@@ -49,7 +51,7 @@ class Slurm:
         extra = (*site.sbatch_flags, *resources.flags)
         _check(resources, extra)
         gpus = ":".join(filter(None, (resources.gpu_type, str(resources.gpus_per_node))))
-        own_gpus = not resources.gpus_per_node or any(flag.startswith("--gres") for flag in extra)
+        own_gpus = not resources.gpus_per_node or any(map(_GPUS.match, extra))
         directives = [
             f"--job-name={name}",
             f"--nodes={resources.nodes}",

@@ -113,7 +113,7 @@ def submit_jobs(
             if not isinstance(error, SchedulerError):
                 raise
             raise RunFailedError(
-                f"stage {job.stage} was refused ({error}); nothing is queued"
+                f"stage {job.stage} was refused ({error}); nothing else is queued"
             ) from error
     write_jobs(root, numbers)
     return numbers

@@ -281,7 +281,7 @@ def _attention(
     windowed = index in (options.windowed_layers or ())
     table = 1 if windowed and len(tables) > 1 else 0
     rope = attention.rope
-    if isinstance(rope, RotateHalf.Config):
+    if type(rope) is RotateHalf.Config:  # another kind of positions rotates nothing
         kind = NoRotation if index in options.unrotated_layers else RotateHalf
         turned, theta = tables[table].dim, tables[table].theta
         rope = kind.Config(dim=turned, max_seq_len=rope.max_seq_len, theta=theta, table=table)

@@ -20,7 +20,8 @@ def group_advantages(reward_PG: Tensor) -> Tensor:
     """
     centred_PG = reward_PG - reward_PG.mean(dim=-1, keepdim=True)
     spread_P1 = reward_PG.std(dim=-1, keepdim=True)
-    return torch.where(spread_P1 > 0, centred_PG / spread_P1, 0.0)
+    # Equal rewards differ from their mean by rounding.
+    return torch.where(has_spread(reward_PG).unsqueeze(-1), centred_PG / spread_P1, 0.0)
 
 
 def has_spread(reward_PG: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class RewardLoss(StreamedLoss):
         log_prob_RBL = _log_probs(readout, states, labels_BL, batch.labelled_T).requires_grad_()
         log_prob_BL = log_prob_RBL[0]
         if config.trajectory != "off":
-            log_prob_BL = trajectory_log_prob(log_prob_RBL, self._omega(len(states), gate_RBL))
+            log_prob_BL = trajectory_log_prob(log_prob_RBL, self._omega(log_prob_RBL, gate_RBL))
         action_BL, old_BL = log_prob_BL, columns[OLD_LOG_PROB]
         if config.exit_action:
             assert gate_RBL is not None
@@ -162,7 +162,8 @@ class RewardLoss(StreamedLoss):
         metrics: dict[str, Tensor] = {}
         mean = {"labels_BL": labels_BL, "valid_tokens": batch.valid_tokens}
         if config.kl_weight:
-            kl_BL = kl_estimate(log_prob_BL, columns[PARENT_LOG_PROB])
+            # Of the step that was read, in RLTT the last one.
+            kl_BL = kl_estimate(log_prob_RBL[-1], columns[PARENT_LOG_PROB])
             token_BL = token_BL + config.kl_weight * kl_BL
             metrics["rl/kl_nats"] = token_mean(kl_BL.detach(), **mean)
         loss = torch.where(valid_BL, columns[WEIGHT] * token_BL, 0.0).sum()
@@ -188,12 +189,13 @@ class RewardLoss(StreamedLoss):
                 metrics["rl/gate_step"] = token_mean(mean_exit_step(gate_RBL), **mean)
         return loss, metrics
 
-    def _omega(self, steps: int, gate_RBL: Tensor | None) -> Tensor:
+    def _omega(self, log_prob_RBL: Tensor, gate_RBL: Tensor | None) -> Tensor:
         """Return ω, (R, 1, 1), or (R, B, L) from the gate, which it does not train."""
         if self.config.trajectory == "pmf":
             assert gate_RBL is not None
             return exit_pmf(gate_RBL).detach()
-        step_R = torch.arange(1, steps + 1, dtype=torch.float32)
+        steps, device = len(log_prob_RBL), log_prob_RBL.device
+        step_R = torch.arange(1, steps + 1, dtype=torch.float32, device=device)
         if self.config.trajectory == "uniform":
             step_R = torch.ones_like(step_R)
         return (step_R / step_R.sum()).view(-1, 1, 1)

@@ -5,6 +5,7 @@ each token, and `trace`; in the usage `mean_exit_step`, `flops` (of the forward 
 tokens) and `cache_bytes` (of an answer's keys and values at its end).
 """
 
+import codecs
 import json
 import secrets
 import time
@@ -60,6 +61,8 @@ class Answering:
         # So far: tokens, their characters, sums of their exit steps and FLOPs.
         self._tokens = self._characters = self._steps = 0
         self._flops = 0.0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._role = {"role": "assistant"}  # once: OpenAI's client joins the texts of all chunks
 
     def whole(self, pieces: Sequence[Piece]) -> tuple[int, dict[str, Any]]:
         """Return status and body of a response that is not streamed."""
@@ -111,7 +114,7 @@ class Answering:
         }
 
     def _choice(self, pieces: Sequence[Piece], *, streamed: bool) -> dict[str, Any]:
-        text = "".join(piece.event.text for piece in pieces if piece.event is not None)
+        text = "".join(piece.text if piece.event is None else piece.event.text for piece in pieces)
         # The stop token is no part of an answer.
         spoken = [p for p in pieces if p.event is not None and p.event.finish != "stop_token"]
         steps = [piece.event.step for piece in spoken if piece.event is not None]
@@ -130,7 +133,8 @@ class Answering:
             choice["trace"] = [[self._reading(each) for each in piece.trace] for piece in spoken]
         if self.kind == "completion":
             return choice | {"text": text}
-        part = {"role": "assistant", "content": text}
+        part = {**self._role, "content": text}
+        self._role = {}
         return choice | ({"delta": part} if streamed else {"message": part | {"refusal": None}})
 
     def _reading(self, reading: StepReading) -> dict[str, Any]:
@@ -152,13 +156,18 @@ class Answering:
         offsets = []
         for token, _ in told:
             offsets.append(self._characters)
-            self._characters += len(self._text(token))
+            if self._tokenizer.decode([token] * 2):  # the text has no special tokens
+                found = bytes_of_token(self._tokenizer, token)
+                self._characters += len(self._decoder.decode(found))
         return {
             "tokens": [self._name(token) for token, _ in told],
             "token_logprobs": [logprobs.own for _, logprobs in told],
             "top_logprobs": [
-                {self._name(token): value for token, value in logprobs.likely}
-                for _, logprobs in told
+                {
+                    self._name(each): value
+                    for each, value in (*logprobs.likely, (token, logprobs.own))
+                }
+                for token, logprobs in told
             ],
             "text_offset": offsets,
         }

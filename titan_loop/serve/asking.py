@@ -168,7 +168,10 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         traced=fields.take("trace", bool, False),
     )
     streams = fields.take("stream", bool, False)
-    told = fields.take("stream_options", dict, {})
+    streamed = _Fields(fields.take("stream_options", dict, {}))
+    usage = [streamed.take(name, bool) for name in ("include_usage", "continuous_usage_stats")]
+    streamed.take("include_obfuscation", bool)  # of OpenAI: padding, which nothing here needs
+    streamed.end()
     seed = fields.whole("seed", -_MAX_SEED - 1, _MAX_SEED)
     fields.end()
     return Asking(
@@ -179,8 +182,8 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         seed=secrets.randbits(62) if seed is None else seed,
         stop=tuple(stop),
         streams=streams,
-        includes_usage=told.get("include_usage") is True,
-        repeats_usage=told.get("continuous_usage_stats") is True,
+        includes_usage=usage[0] is True,
+        repeats_usage=usage[1] is True,
     )
 
 

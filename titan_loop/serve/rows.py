@@ -80,6 +80,7 @@ class Piece(NamedTuple):
         problem: Why the row ended before its time.
         flops: Forward FLOPs of the token.
         trace: Readings of the steps that the token ran.
+        text: What was held back in a row that ended without a token.
     """
 
     event: GeneratedToken | None
@@ -87,6 +88,7 @@ class Piece(NamedTuple):
     logprobs: LogProbs | None = None
     trace: Sequence[StepReading] = ()
     flops: float = 0.0
+    text: str = ""
 
     @property
     def is_last(self) -> bool:
@@ -139,7 +141,8 @@ class ServedRow(Row):
     def end(self, problem: Problem) -> None:
         """End before the next token."""
         self.finish = "limit"
-        self._send(Piece(None, problem))
+        stream = self._request.text
+        self._send(Piece(None, problem, text="" if stream is None else stream.rest()))
 
 
 class RowDecider(ExitDecider):
@@ -168,10 +171,9 @@ class RowDecider(ExitDecider):
             for row, step in zip(self.rows, steps, strict=True)
         )
 
-    @property
-    def draws(self) -> bool:
-        """Whether a row's policy needs a random number for each token."""
-        return any(row.settings.exit_policy.draws for row in self.rows)
+    def draws(self, row: object) -> bool:
+        """Return whether a row's own policy needs a random number for each token."""
+        return cast(ServedRow, row).settings.exit_policy.draws
 
     def decide(
         self,

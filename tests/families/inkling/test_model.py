@@ -8,9 +8,12 @@ import torch
 from tests.contracts.families import random_model
 from tests.families.inkling.contract import SMALL
 from titan_loop.errors import UserError
+from titan_loop.families.inkling.formats import InklingShape
 from titan_loop.families.inkling.mixture import Mixture
 from titan_loop.families.inkling.model import InklingOptions
 from titan_loop.inference.engine import Engine
+from titan_loop.inference.rows import Request
+from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.family import build_decoder, decoder_config
 
 EXACT = 1e-12  # float64
@@ -49,6 +52,28 @@ def test_a_pass_without_gains_is_the_pass_before_without_its_forgetting():
             parameter.zero_()
     first, *later = model(ids).hidden_RBLD
     assert all(torch.equal(first, state) for state in later)
+
+
+@pytest.mark.parametrize(("taps", "drafts"), [(20, None), (4, 15)])
+def test_decoding_keeps_as_many_inputs_as_taps_and_drafts_reach(taps, drafts):
+    few = {"n_layers": 2, "prelude_layers": 1, "coda_layers": 0, "block_layers": 1}
+    chosen = InklingOptions(**{**SMALL, "full_layers": (1,), **few}, taps=taps, recurrent_steps=2)
+    model, prompt = random_model(chosen, 64), tokens(25)[0].tolist()
+    speculation = None if drafts is None else SelfSpeculation(draft_tokens=drafts)
+    request = Request(prompt=prompt, max_new_tokens=18)
+    (found,) = Engine(model, speculation=speculation).complete([request])
+    with torch.no_grad():
+        logits_BLV = model.readout(model(torch.tensor([prompt + found.tokens])).hidden_RBLD[-1])
+    assert found.tokens == logits_BLV[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_folder_may_have_no_scale_of_far_queries():
+    config = InklingShape.from_architecture(
+        decoder_config(InklingOptions(**SMALL, far_alpha=0.0), max_seq_len=32).architecture,
+        recurrent_steps=3,
+        max_positions=32,
+    ).to_config(dtype="float32", bos_id=None, eos_id=None)
+    assert InklingShape.from_config(config).far_alpha == 0
 
 
 def test_any_pass_reaches_the_embedding():

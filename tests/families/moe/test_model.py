@@ -13,10 +13,13 @@ from tests.distributed.parallel_model import parallel_model
 from tests.distributed.test_parity import CHECKPOINTING
 from titan_loop.distributed.parallelize import parallelism_refusals
 from titan_loop.errors import UserError, raise_first
+from titan_loop.families.inkling.model import InklingOptions
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
+from titan_loop.families.xllm_moe.model import XllmMoEOptions
 from titan_loop.models.dense import DenseOptions
+from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
 from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
 
 L = 16
@@ -107,6 +110,17 @@ def test_recomputation_routes_as_the_forward_pass_and_counts_once(policy, monkey
     assert all(any(torch.equal(choice, first) for first in routed[:forward]) for choice in again)
     counted = {key: load.sum().item() for key, load in model._counted.items()}
     assert counted == dict.fromkeys([(2, 1), (2, 2), (2, 3), (3, None)], 2 * L * 2)
+
+
+@pytest.mark.parametrize("options", [MoEOptions, XllmMoEOptions, InklingOptions])
+def test_training_the_exit_gate_moves_no_bias(options):
+    model = build_decoder(options(exit_gate=True), max_seq_len=2 * L).train()
+    freeze_all_but_the_exit_gate(model)
+    model(tokens())
+    model.after_update(None, torch.tensor(True))
+    biases = [buffer for name, buffer in model.named_buffers() if "expert_bias" in name]
+    assert biases
+    assert not any(bias.any() for bias in biases)
 
 
 def test_the_loss_is_a_sum_over_windows():

@@ -66,6 +66,24 @@ def test_mlx_gives_the_local_base_to_other_layers_even_in_whole_windows(make_run
     assert "MLX knows windows of Gemma 3 in a period alone" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({**BLOCKS["gemma2"], "rope_scaling": "linear", "rope_factor": 4.0}, "does not scale the"),
+        ({**BLOCKS["gemma2"], "logit_softcap": 0.0}, "cannot run a Gemma 2 without both caps"),
+        ({"qk_norm": "head", "attention_biases": "qkvo"}, "does not load qwen3 with attention's"),
+        ({**BLOCKS["qwen2"], "head_dim": 8}, "does not load qwen2 with heads that are not"),
+    ],
+    ids=["scaled", "uncapped", "biased", "narrow"],
+)
+def test_every_difference_in_mlx_is_said(make_run, tmp_path, caplog, block, words):
+    made = make_run(recurrent_steps=1, **block)
+    folder = tmp_path / "out"
+    convert("export", made.run, "--to", "llama-unrolled", "--output", folder, "--no-tokenizer")
+    assert f"MLX {words}" in caplog.text
+    assert ("no windows for gemma2" in caplog.text) == ("window" in block)
+
+
 PLAIN = {"rope_attention_factor": 1.0}
 
 
@@ -86,3 +104,29 @@ def test_llama_cpp_has_llama3_s_scaling_for_granite(make_run, tmp_path):
     file = tmp_path / "model.gguf"
     convert("export", run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
     assert "rope_freqs.weight" in {each.name for each in GGUFReader(file).tensors}
+
+
+def test_gguf_has_windows_of_gemma_2_that_no_text_fills(make_run, tmp_path):
+    """Without the key, llama.cpp takes 4096."""
+    block = {**BLOCKS["gemma2"], "attention_scale": 0.25, "window": 128, "tie_weights": True}
+    made = make_run(n_layers=4, recurrent_steps=1, **{**block, "windowed_layers": (0, 2)})
+    file = tmp_path / "model.gguf"
+    convert("export", made.run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
+    assert GGUFReader(file).fields["gemma2.attention.sliding_window"].contents() == 128
+
+
+def test_gguf_has_the_head_of_a_tied_olmo_2(make_run, tmp_path):
+    """llama.cpp loads none without it."""
+    made = make_run(recurrent_steps=1, tie_weights=True, **BLOCKS["olmo2"])
+    file = tmp_path / "model.gguf"
+    convert("export", made.run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
+    found = {each.name: each.data for each in GGUFReader(file).tensors}
+    assert (found["output.weight"] == found["token_embd.weight"]).all()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "olmo2", "phi3"])
+def test_llama_cpp_has_heads_of_their_own_width_for_some(make_run, tmp_path, capsys, kind):
+    run = make_run(recurrent_steps=1, head_dim=32, **BLOCKS[kind]).run
+    words = ["convert", "export", run, "--to", "gguf-unrolled", "--output", tmp_path / "m.gguf"]
+    assert cli.main([*map(str, words), "--no-tokenizer"]) == 2
+    assert f"model.head_dim=32: llama.cpp computes {kind} otherwise" in capsys.readouterr().err

@@ -89,6 +89,10 @@ CONTRACT = Contract(
             XllmOptions(states="split", n_layers=5),
             "model.states=split needs an even number of looped",
         ),
+        (
+            XllmOptions(norm_placement="every_step"),
+            "model.norm_placement=every_step has no effect here, model.state_norm has",
+        ),
         (XllmOptions(untied_steps=3), "model.untied_steps=3 must divide the 2 looped layers"),
     ],
 )

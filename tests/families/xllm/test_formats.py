@@ -170,6 +170,7 @@ def test_combinations_that_their_classes_lack_are_refused():
         ({"arch": "gekko"}, "model.arch='gekko' is not supported by titan_loop"),
         ({"num_experts": 25}, "model.num_experts=25 is not supported by titan_loop"),
         ({"rope_head_dim": 4}, "model.rope_head_dim=4 is not"),
+        ({**WHOLE, "loop_times": 1, "loop_start_layer": 1}, "model.loop_start_layer=1 is not"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(changed, message):

@@ -208,9 +208,10 @@ class InklingShape(LlamaShape):
         known: dict[str, Any] = {
             option: integer(config, name, default) for option, (name, default) in _COUNTS.items()
         }
-        known |= {
+        known |= {"far_alpha": 0.0} | {
             option: positive(name, config.get(name, default))
             for option, (name, default) in _NUMBERS.items()
+            if option != "far_alpha" or config.get(name) != 0
         }
         for option in ("n_heads", "n_kv_heads", "head_dim"):
             name, default = _COUNTS[option]

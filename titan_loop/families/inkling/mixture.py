@@ -108,5 +108,7 @@ class Mixture(MoE):
     def balance(self, load_E: Tensor, rate: Tensor | float) -> None:
         """Move b by `rate`, from the loads of a whole training step."""
         assert self.expert_bias_E is not None
+        if not self.router.gate.weight.requires_grad:
+            return  # a frozen model keeps its choices
         direction_E = (load_E.float().mean() - load_E).sign()
         local_part(self.expert_bias_E).add_(rate * (direction_E - direction_E.mean()))

@@ -198,6 +198,8 @@ class LoopMoE(MoE):
 
         Source: Wang et al. 2024, arXiv 2408.15664, Algorithm 1; the centring is torchtitan's.
         """
+        if not self.router.gate.weight.requires_grad:
+            return  # a frozen model keeps its choices
         load_SE = load_SE.float()
         direction_SE = (load_SE.mean(1, keepdim=True) - load_SE).sign()
         moved_SE = rate * (direction_SE - direction_SE.mean(1, keepdim=True))

@@ -314,7 +314,7 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
         "injection": model.get("loop_input_injection", "none"),
         "start_state": "input",
     }
-    if fields["injection"] != "none" and (fields["prelude_layers"] or fields["coda_layers"]):
+    if fields["injection"] != "none" and (first or fields["coda_layers"]):
         raise unsupported("model.loop_start_layer", first, "the whole stack with an injection")
     if model.get("dense_prelude_input_injection", "none") == "none":
         return fields

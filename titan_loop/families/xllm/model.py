@@ -24,7 +24,13 @@ from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States, XllmDecoder
 from titan_loop.families.xllm.injection import Injection, injection_config
 from titan_loop.families.xllm.start_state import Start, StartState
-from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.family import (
+    RUNTIME_OPTIONS,
+    Family,
+    FamilyName,
+    ModelSize,
+    require_usual,
+)
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.llama import LlamaOptions, llama_config
@@ -95,6 +101,7 @@ class XllmOptions(LlamaOptions):
 
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:
+    require_usual(options, ("norm_placement",), "has no effect here, model.state_norm has")
     if options.injection == "none" and (options.start_state != "input" or options.prelude_norm):
         raise UserError(
             f"model.injection=none with model.start_state={options.start_state} and "

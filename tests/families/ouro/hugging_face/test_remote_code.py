@@ -130,6 +130,19 @@ def test_cached_is_uncached(loaded, exits):
     assert torch.equal(torch.cat(steps, dim=1), whole.exit_steps)
 
 
+def test_tokens_that_catch_up_have_their_given_positions(loaded):
+    ids, positions = tokens(2, 12, seed=4), torch.arange(40, 52)[None]
+    settings = {"position_ids": positions, "exit_threshold": 0.45}
+    whole = loaded(ids, use_cache=False, **settings).logits
+    cache, logits = None, []
+    for start, end in ((0, 5), *((i, i + 1) for i in range(5, 12))):
+        settings["position_ids"] = positions[:, start:end]
+        part = loaded(ids[:, start:end], past_key_values=cache, use_cache=True, **settings)
+        cache = part.past_key_values
+        logits.append(part.logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, **TOLERANCE)
+
+
 def test_tokens_that_exited_early_catch_up_exactly(loaded):
     ids = tokens(2, 16, seed=3)
     whole = loaded(ids, use_cache=False)

@@ -177,7 +177,7 @@ def capped_attention(
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         attention_mask = seen if len(seen) == 1 else seen.tril()
     if attention_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attention_mask, -math.inf)
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     else:
         scores = scores + attention_mask[..., : keys.shape[-2]]
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(queries.dtype)

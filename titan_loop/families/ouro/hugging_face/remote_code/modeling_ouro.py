@@ -55,6 +55,17 @@ class OuroCache(DynamicCache):
         super().__init__()
         self._waiting: dict[int, Tensor] = {}  # step -> (B, tokens that did not run it, D)
         self.total_ut_steps: int | None = None
+        self._position_BK: Tensor | None = None
+
+    def positions(self, position_BL: Tensor) -> Tensor:
+        """Return given positions behind those given before, for tokens that catch up."""
+        earlier = self._position_BK
+        if earlier is not None and earlier.shape[1] == self.get_seq_length():
+            rows = max(len(earlier), len(position_BL))
+            parts = [each.expand(rows, -1) for each in (earlier, position_BL)]
+            position_BL = torch.cat(parts, dim=1)
+        self._position_BK = position_BL
+        return position_BL
 
     def start(self, total_ut_steps: int) -> None:
         """Refuse to go on with another number of steps than the first tokens had."""
@@ -82,6 +93,8 @@ class OuroCache(DynamicCache):
         """Select rows of the batch, for beam search."""
         super().reorder_cache(beam_idx)
         self._waiting = {step: states[beam_idx] for step, states in self._waiting.items()}
+        if self._position_BK is not None and len(self._position_BK) > 1:
+            self._position_BK = self._position_BK[beam_idx]
 
 
 class Keys:
@@ -410,6 +423,8 @@ class OuroModel(OuroPreTrainedModel):
         # A cache of continuous batching is no `Cache`; positions and masks come with it.
         total = length + (cache.get_seq_length() if isinstance(cache, Cache) else 0)
         keeps_waiting = cache is None or isinstance(cache, OuroCache)
+        if isinstance(cache, OuroCache) and position_ids is not None:
+            position_ids = cache.positions(position_ids)
         token_BK = self._tokens(attention_mask, total)
         read_BL = self._read_out(hidden_BLD, token_BK, logits_to_keep)
 
@@ -529,9 +544,9 @@ class OuroModel(OuroPreTrainedModel):
                 "attention_mask has no rows for tokens that exited early; give (batch, tokens)"
             )
         place_L = torch.arange(total - length, total, device=device)
-        is_given = position_BL is not None and position_BL.shape[1] == length
+        is_given = position_BL is not None and position_BL.shape[1] >= length
         if is_given:
-            pass
+            position_BL = position_BL[:, -length:]
         elif token_BK is None:
             position_BL = place_L[None]
         else:
