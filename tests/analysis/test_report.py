@@ -9,6 +9,8 @@ import pytest
 
 from tests.analysis.test_plots import scored, write_held_out, write_metrics
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.analysis import report
+from titan_loop.analysis.recipe_plot import StageCurve
 from titan_loop.analysis.report import REPORT_NAME, write_report
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.cli.main import main
@@ -109,6 +111,18 @@ def test_everything_is_on_one_page_that_loads_nothing(family: tuple[Path, Path])
         "loss_per_step.png", "exit_pmf.png", "depths.png", "frontier.png", "stages.png",
         "held_out.png",
     }  # fmt: skip
+
+
+def test_a_parents_curve_ends_where_its_child_began(family: tuple[Path, Path], monkeypatch):
+    drawn: list[StageCurve] = []
+    monkeypatch.setattr(
+        report, "plot_recipe", lambda branches, path: drawn.extend(branches[0]) or path
+    )
+    _, child = family
+    report._lineage(RunDirectory(child))
+    steps = [[record["step"] for record in curve.records] for curve in drawn]
+    whole = [record["step"] for record in RunDirectory(child).read_metrics()]
+    assert steps == [[step for step in whole if step <= 3], whole]
 
 
 def test_the_chain_is_found_also_when_the_folder_has_moved(

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
+from titan_loop.analysis.results import (
+    ResultTable,
+    RunResult,
+    differences_text,
+    runs_text,
+    table_text,
+)
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
@@ -109,6 +115,10 @@ def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
         "| looped, paper | 100.0 | 97.6 |",
         "| not | - | 12.5 (1 seed) |",
     ]
+
+
+def test_a_run_without_a_finite_loss_is_listed():
+    assert "| looped | 1 | 1 | 1 | - | 1 | - | - |" in runs_text(results_of(looped={1: 0.9}))
 
 
 def results_of(**seeds: dict[int, float]) -> list[RunResult]:

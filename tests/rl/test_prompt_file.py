@@ -38,6 +38,10 @@ def prompts(tmp_path):
         (numeric, "-.5", "so -0.50 km", 1),
         (numeric, "5", "it is...5.", 1),
         (numeric, "5", "I do not know", 0),
+        (numeric, "(2,3)", "it is 23", 0),
+        (numeric, "(2, 3)", "it is (2,3)", 1),
+        (numeric, "5", "pages 3-5", 1),
+        (numeric, "1234567.5", "1,234,567.50", 1),
     ],
 )
 def test_verifiers(verifier, right, answer, reward):

@@ -13,6 +13,7 @@ from train_configs.physics.layered_paths import LayeredPaths
 from train_configs.physics.layered_qa import LayeredQA
 from train_configs.recurrent_depth.permutation_hops import PermutationHops
 from train_configs.recurrent_depth.two_hop_systematic import TwoHopSystematic
+from train_configs.rewards.written_arithmetic import WrittenArithmetic
 
 GRAPHS: Any = partial(DagArithmetic, modulus=7, nodes=12, leaves=3, names=40, test_nodes=(4, 20))
 
@@ -42,6 +43,7 @@ GRAPHS: Any = partial(DagArithmetic, modulus=7, nodes=12, leaves=3, names=40, te
         (TwoHopSystematic, {"ood_share": 0.0}, "ood_share 0.0 must lie between 0 and 1"),
         (TwoHopSystematic, {"inferred_ratio": 19.0}, "inferred_ratio 19 must be above 0 and at"),
         (TwoHopSystematic, {"entities": 5, "ood_share": 0.001}, "has no question for ood"),
+        (WrittenArithmetic, {"fewest_operations": 11}, "max_operations 10 must be at least 11"),
     ],
 )
 def test_parameters_that_leave_no_task_are_refused(make: Any, change: dict, message: str):

@@ -225,7 +225,10 @@ def _lineage(run_directory: RunDirectory) -> list[Section]:
         row += [f"{trainer['tokens']:,}", str(trainer["recurrent_steps"])]
         row += [str(manifest.get("created", ""))]
         rows.append([*row, str(manifest["lineage"].get("recipe_sha256", ""))[:12]])
-        if records := RunDirectory(ancestor.run).read_metrics():
+        records = RunDirectory(ancestor.run).read_metrics()
+        if ancestor is not lineage[-1]:  # which may have gone on after its child had begun
+            records = [record for record in records if record["step"] <= manifest["step"]]
+        if records:
             curves.append(StageCurve(ancestor.stage or name, start, records))
         start += trainer["tokens"]
     text = "The runs this one descends from, oldest first, each with the checkpoint that the next "

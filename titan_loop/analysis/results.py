@@ -373,7 +373,8 @@ def runs_text(results: Sequence[RunResult]) -> str:
         flops = f"{r.flops:.2e}" if r.flops else "-"
         costs = f"{r.steps:,}", f"{r.tokens:,}", flops, f"{r.seconds:,.0f}"
         commit = (r.commit or "-") + f" {UNCLEAN}" * r.unclean
-        rows.append([r.stage, str(r.seed), *costs, f"{r.losses[-1][1]:.4g}", commit])
+        loss = f"{r.losses[-1][1]:.4g}" if r.losses else "-"  # none was finite
+        rows.append([r.stage, str(r.seed), *costs, loss, commit])
     return _markdown(rows)
 
 

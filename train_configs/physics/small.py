@@ -14,7 +14,7 @@ The last two read the quick start's corpus. `bash tools/physics.sh` trains all s
 tables and fits the law.
 
 Deviations: exposures of a biography are Poisson numbers, since people are drawn with replacement.
-Windows of 64 tokens cut off 6 % of Mano's answers after one operation and 12 % after three.
+Windows of 64 tokens cut off 8 % of Mano's answers after one operation and 13 % after three.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices A, B and D, scaled down.
 """

@@ -30,7 +30,7 @@ class WrittenArithmetic(ChainedArithmetic):
 
     def __post_init__(self) -> None:
         super(WrittenArithmetic, self).__post_init__()
-        require_sizes(self, every=1, fewest_operations=1)
+        require_sizes(self, every=1, fewest_operations=1, max_operations=self.fewest_operations)
 
     @property
     def longest_example(self) -> int:

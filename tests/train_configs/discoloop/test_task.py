@@ -53,6 +53,12 @@ def test_training_is_facts_of_both_graphs_and_the_chosen_share_of_chains_of_a():
     assert all(SMALL.is_held_out(c) for c in every_chain(SMALL, 1, 2))
 
 
+def test_training_finds_the_few_chains_that_it_has():
+    few = TwoGraph(entities=40, relations=10, hops=3, inferred_ratio=0.2)
+    trained = {len(chain.relations) for chain in islice(few.questions(key=1), 100)}
+    assert trained == {1, 2, 3}  # one in a thousand chains of three hops is trained
+
+
 def test_the_exam_has_a_stratum_for_every_split():
     exam = {name: SMALL.held_out_questions(50, at) for name, at in SMALL.strata.items()}
     assert list(exam) == ["atomic", "train_2", "id_2", "ood_2", "train_3", "id_3", "ood_3"]

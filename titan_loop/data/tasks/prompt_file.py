@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 Verifier = Callable[[Mapping[str, Any], str], float]
 """Maps a record of the file and an answer to a reward."""
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<![.\d])\.\d+)")  # also .5, but 5 of …5 or ...5
+_NUMBER = re.compile(
+    r"(?:(?<!\d)-)?"  # 3-5 ends in 5
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"  # 1,200 is one number, (2,3) are two
+    r"|(?<![.\d])\.\d+)"  # also .5, but 5 of …5 or ...5
+)
 
 
 def exact(record: Mapping[str, Any], answer: str) -> float:

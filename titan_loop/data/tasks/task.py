@@ -24,6 +24,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
 
 _MOST_DRAWS = 20  # times as many as expected
+_MOST_TRAINING_DRAWS = 100_000  # a task may train one in a thousand of its questions
 _SPARE = 2  # times as many questions are drawn as asked, since some are drawn twice
 
 
@@ -205,7 +206,7 @@ class Task(ABC):
         generator = random.Random(key)
         while True:
             stratum = self.choose(generator, level)
-            for _ in range(_MOST_DRAWS * self.held_out_one_in):
+            for _ in range(_MOST_TRAINING_DRAWS):
                 question = self.draw(generator, stratum)
                 if not self.is_held_out(question):
                     yield question
