@@ -54,3 +54,7 @@ assert rows[True][1:] == (0.0, 0.0) and min(rows[False][1:]) > 1e-3, "it has cha
 assert abs(rows[True][0] - rows[False][0]) > 1e-3, "it has changed"
 PYTHON
 cd "$folder" && "$folder/venv/bin/python" try.py 2>log || { tail -n 20 log; exit 1; }
+# Output on 2026-11-30:
+# transformers 5.24.0
+# gradient checkpointing False: loss 4.186075, reach over a restart 0.0272, over a skip 0.0272
+# gradient checkpointing True: loss 4.183516, reach over a restart 0.0000, over a skip 0.0000

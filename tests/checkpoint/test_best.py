@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.evaluation.while_training import HeldOutLoss
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 
@@ -103,6 +105,14 @@ def test_the_loss_weighs_sources_as_the_mixture_does(source: Path, tmp_path: Pat
     report.tasks["held_out/third"] = result(12.0)
     loss = HeldOutLoss.of(config, [str(source), str(tmp_path / "third")])
     assert loss.value(report, 2) == pytest.approx(8.0)  # not of the mixture: equal shares
+
+
+def test_the_depth_is_that_of_a_step_in_which_the_schedule_jumps(source: Path, tmp_path: Path):
+    config = tiny_config(source, tmp_path / "run")
+    config.recurrence.steps = Schedule.steps([(0, 2), (1400, 3)])
+    plan = config.plan_step(step=6, tokens=1280, seed=0)
+    trainer: Any = SimpleNamespace(plan=plan, tokens=1536)
+    assert HeldOutLoss.of(config, [str(source)]).depth(trainer) == plan.recurrent_steps == 2
 
 
 def config_of(source: Path, folder: Path, *, limit: int = 0) -> LoopTrainer.Config:

@@ -111,6 +111,20 @@ def test_what_upcycle_and_status_advise_trains(
     assert status_lines(read_status(tmp_path))[-1] == "everything is trained"
 
 
+def test_what_upcycle_advises_for_a_merged_run_trains(
+    alone: None, trained: Path, source: Path, tmp_path: Path, capfd: Captured
+):
+    merged, wide = tmp_path / "merged", tmp_path / "a folder" / "wide"
+    assert main(["checkpoint", "merge", str(trained), str(trained), "--output", str(merged)]) == 0
+    assert main(["upcycle", str(merged), "--output", str(wide), "--layers", "4"]) == 0
+    words = told(capfd.readouterr().out.splitlines()[-1].replace("SOURCE", str(source)))
+    assert words[words.index("--from") + 1] == str(wide)
+    assert main([*words, "--training.steps", "1", "--training.seq-len", "32"]) == 0
+    assert SavedRun(f"{wide}-trained").config["model"]["n_layers"] == 4
+    assert main(["train", str(merged)]) == 2
+    assert "titan-loop train RECIPE --from RUN" in capfd.readouterr().err
+
+
 def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
     alone: None, source: Path, tmp_path: Path, capfd: Captured
 ):

@@ -40,7 +40,7 @@ class Draws(nodes.BaseNode[list[int]]):
             self.numpy.set_state(initial_state["numpy"])
 
     def next(self) -> list[int]:
-        return [self.python.randrange(200), *self.numpy.randint(0, 200, SEQ_LEN).tolist()]
+        return [self.python.randrange(200), *self.numpy.randint(0, 200, SEQ_LEN)]
 
     def get_state(self) -> dict[str, Any]:
         return {"python": self.python.getstate(), "numpy": self.numpy.get_state()}

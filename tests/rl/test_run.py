@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.rl.reward_loss import RewardLoss
 from titan_loop.rl.rollouts import RolloutLoader
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -94,6 +96,15 @@ def test_later_updates_of_the_same_answers_are_clipped(tmp_path):
     assert {json.loads(line)["window"] for line in answers} == {0, 2 * WINDOWS}
 
 
+def test_a_batch_that_grows_between_two_updates_is_written_whole(tmp_path):
+    config = reward_config(tmp_path, steps=3, updates=2)
+    sizes = [(0, WINDOW * WINDOWS), (WINDOW * WINDOWS, 2 * WINDOW * WINDOWS)]
+    config.batch.global_batch_tokens = Schedule.steps(sizes)
+    train_run(config)
+    answers = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["window"] for line in answers} == {0, WINDOWS}
+
+
 def test_a_run_that_is_stopped_between_two_lots_of_answers_goes_on_with_the_old_ones(tmp_path):
     whole = tmp_path / "whole"
     train_run(reward_config(whole, updates=3))
@@ -106,6 +117,26 @@ def test_a_run_that_is_stopped_between_two_lots_of_answers_goes_on_with_the_old_
         assert numbers(parted) == numbers(whole)
         answers = [(each / "rollouts.jsonl").read_text() for each in (whole, parted)]
         assert answers[0] == answers[1]
+
+
+def test_answers_from_before_an_accepted_change_are_dropped(tmp_path):
+    config = reward_config(tmp_path, steps=2, updates=2)
+    config.training.steps = 1
+    train_run(config)
+    train_run(reward_config(tmp_path, steps=2, updates=2, seed=1, accept_change=True))
+    answers = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["window"] for line in answers} == {0, WINDOWS}
+
+
+class Jump(Callback):
+    def on_train_start(self, trainer: Any) -> None:
+        trainer.dataloader.jump([(WINDOWS, 2 * WINDOWS)])
+
+
+def test_prompts_that_a_rewind_leaves_out_are_jumped_over(tmp_path):
+    train_run(reward_config(tmp_path, steps=2), callbacks=[Jump()])
+    answers = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["window"] for line in answers} == {0, 2 * WINDOWS}
 
 
 def test_answers_that_bf16_weights_write_are_a_little_off_the_trained_ones(tmp_path):

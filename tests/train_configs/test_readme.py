@@ -42,6 +42,13 @@ def test_every_recipe_is_in_the_table():
     assert set(recipe_summaries()) <= named
 
 
+def test_tables_that_a_study_names_exist():
+    texts = [path.read_text(encoding="utf-8") for path in README.parent.glob("*/README.md")]
+    tables = re.findall(r"--csv (\S+)", "".join(texts))
+    assert tables
+    assert [table for table in tables if not (README.parents[1] / table).is_file()] == []
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_recipe_and_the_commands_run(
     source: Path,
@@ -112,4 +119,5 @@ def test_the_first_own_run_shows_what_the_page_says(
     assert {"loss_per_step.png", "held_out.png", "depths.png"} <= charts
     assert Path("runs/first/report.html").is_file()
     assert "[40 tokens in" in printed["generate"]
+    assert "ends in a space" not in printed["generate"]
     assert printed["status"].endswith("everything is trained\n")

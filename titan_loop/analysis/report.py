@@ -6,6 +6,7 @@ Sections without data are left out; the end of the page has the commands that wo
 import base64
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import titan_loop
@@ -150,7 +151,7 @@ def _depths(run_directory: RunDirectory, reports: Sequence[TaskReport]) -> list[
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
-    name, saved = run_directory.path, SavedRun(run_directory.path)
+    name, saved = quote(str(run_directory.path)), SavedRun(run_directory.path)
     generated = saved.generated_task()
     own = "held_out" if generated is None else generated.name
     reports = TaskReport.all_of(run_directory)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from titan_loop.cli.arguments import command
 from titan_loop.errors import RunFailedError, UserError
@@ -75,7 +76,8 @@ def evaluate(
         elif png := write_frontier(report, done):
             print(frontier_table(report))
             print(f"The frontier is in {png}")
-        print(f"The numbers are in {report.path(done)}; titan-loop report {done.path} makes a page")
+        page = f"titan-loop report {quote(str(done.path))} makes a page"
+        print(f"The numbers are in {report.path(done)}; {page}")
     if report.failures:
         names = ", ".join(report.failures)
         raise RunFailedError(f"{len(report.failures)} tasks have no result: {names} (why: above)")

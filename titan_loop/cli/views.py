@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from titan_loop.cli.arguments import command
@@ -118,7 +119,7 @@ def upcycle(
         moments: Moments of the copies: duplicate, scale (by 1/copies) or reset.
     """
     from titan_loop.checkpoint.upcycling import Upcycling
-    from titan_loop.runs.conversion import upcycle_run
+    from titan_loop.runs.conversion import how_to_train, upcycle_run
     from titan_loop.runs.saved_run import SavedRun
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -126,7 +127,8 @@ def upcycle(
     child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)
     tokens = 2 * SavedRun(output).checkpoint().tokens
-    print(f"To train it: titan-loop train {output} --total-tokens {tokens}")
+    goes_on = f"To train it: titan-loop train {quote(str(output))} --total-tokens {tokens}"
+    print(goes_on if tokens else how_to_train(output))  # of an import: no recipe to go on with
 
 
 @command("scaling")

@@ -100,7 +100,7 @@ class HeldOutLoss:
 
     def depth(self, trainer: TrainingState) -> int:
         """Return the scheduled R of the newest step; where R is drawn, its rounded mean."""
-        return typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
+        return typical_recurrent_steps(self.recurrence, trainer.plan.tokens)
 
     def value(self, report: TaskReport, depth: int) -> float:
         """Return the loss in nats per token."""

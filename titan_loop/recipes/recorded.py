@@ -80,7 +80,8 @@ class _Reading:
         if not isinstance(names, dict) or set(names) != {*CHOSEN, TASK_FIELD}:
             raise UserError(
                 f"{CLASSES!r} does not name the classes of {', '.join(CHOSEN)}: an older version, "
-                "an import or a merge wrote this file; train the recipe that run.json names"
+                "an import or a merge wrote this file; train the recipe that run.json names, or "
+                "one that starts from this run: titan-loop train RECIPE --from RUN"
             )
         for field, name in names.items():
             if name is not None:

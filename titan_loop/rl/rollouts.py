@@ -239,7 +239,8 @@ class RolloutLoader(TaskLoader):
     def load_rank_files(self, folder: Path) -> None:
         """Take the answers that were saved by as many ranks; other ranks write them anew."""
         path = folder / self._file
-        state = read_state(path) if path.exists() else {}
+        changed = bool(self.accepted) and self.accepted[-1]["window"] == self.windows_consumed
+        state = read_state(path) if path.exists() and not changed else {}
         self._pending, self.report = state.get("pending", {}), state.get("report", {})
 
     @property
@@ -249,13 +250,14 @@ class RolloutLoader(TaskLoader):
 
     def read(self, position: Position) -> BatchesRead:
         """See the base class; collective, since the weights are gathered."""
-        first, count = position.first_window, position.windows
-        if first not in self._pending:
+        count = position.windows
+        first = int(self.next_windows(position.first_window, 1)[0])  # after any that are jumped
+        each = count // (self._dp_world_size * self._local_batch_size)
+        if len(self._pending.get(first, ())) != each:  # also where the batch has another size now
             self._pending = {}
             updates = self._config.updates
             numbers = self.next_windows(first, updates * count).reshape(updates, count)
             batches = self._written(numbers.reshape(-1))
-            each = len(batches) // updates
             for number, row in enumerate(numbers):
                 self._pending[int(row[0])] = batches[number * each : (number + 1) * each]
         batches = self._pending.pop(first)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from titan_loop.checkpoint.manifest import reference, untrained
@@ -121,8 +122,9 @@ def how_to_train(run: Path) -> str:
     tokens = f", on text prepared with {run / TOKENIZER_NAME}"
     tokens = tokens if (run / TOKENIZER_NAME).exists() else ""
     return (
-        f"To train it{tokens}: titan-loop train quickstart --from {run} --dataloader.mixture "
-        f"SOURCE=1 --learning-rate 1e-4 --dump-folder {run}-trained"
+        f"To train it{tokens}: titan-loop train quickstart --from {quote(str(run))} "
+        "--dataloader.mixture SOURCE=1 --learning-rate 1e-4 "
+        f"--dump-folder {quote(f'{run}-trained')}"
     )
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_loop.checkpoint.choosing import LookAt, newest_good
@@ -243,7 +244,7 @@ class SavedRun:
         elif (task := self.generated_task()) is not None:
             raise UserError(
                 f"{self.path} was trained on examples of {task.name}, not on text: it has no "
-                f"tokenizer; ask the task instead, with titan-loop eval {self.path} "
+                f"tokenizer; ask the task instead, with titan-loop eval {quote(str(self.path))} "
                 f"--tasks {task.name}"
             )
         else:

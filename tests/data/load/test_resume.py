@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.load.splits import load
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
@@ -104,3 +105,14 @@ def test_accepted_changes_are_logged_recorded_and_resumed(sources, state, caplog
     resumed.load_state_dict(middle)
     resumed.read_step(8)
     assert resumed.state_dict() == loader.state_dict()
+
+
+def test_text_may_follow_a_task(sources):
+    split = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": 1}
+    task = TaskLoader.Config().build(**split, seq_len=48)
+    task.read_step(3)
+    loader = load([f"{sources[0]}=1"], seq_len=48, accept_change=True)
+    loader.load_state_dict(json.loads(json.dumps(task.state_dict())))
+    assert loader.accepted[0]["windows"] == [0]
+    loader.read_step(2)
+    assert [source.windows for source in loader.progress()] == [2]

@@ -260,8 +260,9 @@ class WindowLoader(GlobalBatchLoader):
         If its seed, window length, contents or packing changed, its order did too: until the epoch
         ends, some tokens are read twice and others never.
         """
-        saved, windows = state_dict["data"], state_dict["read"]["windows"]
-        matches = match_sources(saved[SOURCES], self._description[SOURCES])
+        saved = state_dict["data"]  # a task's has no sources
+        matches = match_sources(saved.get(SOURCES, []), self._description[SOURCES])
+        windows = state_dict.get("read", {}).get("windows", [])
         counts: list[int] = []
         for name, source, match in zip(self._names, self.sources, matches, strict=True):
             # Windows may have another length now: continue at the same token, not window.

@@ -197,7 +197,9 @@ class PipelineLoader(GlobalBatchLoader):
                 names = ", ".join(map(repr, item))
                 raise self._fault(f"yields a record with {names}: it needs 'text' or 'ids'")
             item = item[known[0]]
-        if isinstance(item, list | tuple) and not all(isinstance(each, int) for each in item):
+        if isinstance(item, list | tuple) and not all(
+            isinstance(each, int | np.integer) for each in item
+        ):
             for each in item:
                 self._take(each)
             return
