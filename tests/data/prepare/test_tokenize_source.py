@@ -138,6 +138,14 @@ def test_a_preparation_goes_on_from_its_finished_tasks(texts, small_tokenizer, t
     assert not (out / "work").exists()
 
 
+def test_a_mistake_that_kept_no_document_does_not_block_the_next_try(small_tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    options = {"output": tmp_path / "out", "tokenizer": small_tokenizer, "held_out_fraction": 0}
+    with pytest.raises(UserError, match="no field 'body'"):
+        tokenize_source(path, text_key="body", **options)
+    assert tokenize_source(path, **options).splits["train"].documents == 2
+
+
 def test_a_complete_source_is_replaced_only_when_told(texts, small_tokenizer, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
     first = tokenize_source(path, output=out, tokenizer=small_tokenizer)

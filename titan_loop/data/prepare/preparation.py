@@ -94,22 +94,25 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
     settings = _settings(preparation, tokenizer_path)
     tokenizer = tokenizer_path.read_bytes()  # it may lie in the folder removed below
     refuse_output(output, overwrite)  # it may have been finished meanwhile
-    unfinished = output / SETTINGS_NAME
-    if overwrite and _is_source(output):
-        (output / CARD_NAME).unlink(missing_ok=True)  # first: the card marks it as complete
-        for name in _FOLDERS:
-            shutil.rmtree(output / name, ignore_errors=True)
-        unfinished.unlink(missing_ok=True)
-    elif unfinished.exists():
+    unfinished, anew = output / SETTINGS_NAME, overwrite
+    if unfinished.exists() and not overwrite:
         known = read_json_object(unfinished, fix="pass --overwrite to begin anew")
         changed = [name for name in settings if settings[name] != known.get(name)]
         changed = [name for name in changed if name != _MODIFIED]
-        if changed:
+        kept = (path for split in SPLITS for path in (output / split).glob("*.ds"))
+        anew = bool(changed) and not any(path.stat().st_size for path in kept)  # nothing is lost
+        if changed and not anew:
             raise UserError(
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
                 "those again to go on from there, or pass --overwrite to begin anew"
             )
-        _refuse_modified(preparation, known[_MODIFIED], settings[_MODIFIED])
+        if not changed:
+            _refuse_modified(preparation, known[_MODIFIED], settings[_MODIFIED])
+    if anew and _is_source(output):
+        (output / CARD_NAME).unlink(missing_ok=True)  # first: the card marks it as complete
+        for name in _FOLDERS:
+            shutil.rmtree(output / name, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
     (output / TOKENIZER_NAME).write_bytes(tokenizer)
     write_json(unfinished, settings)
 
