@@ -37,7 +37,7 @@ class CumulativeLoss(RewardLoss):
 
     config: Config
 
-    def _omega(self, steps: int, gate_RBL: Tensor | None) -> Tensor:
+    def _omega(self, log_prob_RBL: Tensor, gate_RBL: Tensor | None) -> Tensor:
         assert gate_RBL is not None
         return steps_up_to_exit(gate_RBL.detach(), self.config.threshold)
 
