@@ -28,6 +28,7 @@ The results of the small one depend on φ, the number of trained chains per fact
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices A and B.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +145,9 @@ def three_hop_small() -> Recipe:
     """Three hops over graphs of 40 entities, on one core: loops learn two hops first.
 
     With R = 3 from the start, facts of B are found in two steps, since nothing asks for them
-    sooner, and then a third hop does not fit; README.md lists the attempts.
+    sooner, and then a third hop does not fit; README.md lists the attempts. In `discoloop_gate` the
+    loss of every step asks for them, weighted by a gate of high entropy: it gives all steps that
+    can answer a question equal shares.
     """
     *loops, _ = _small(_THREE_HOPS, THREE_HOP_STEPS)
     *_, copies = _small(_THREE_HOPS, COPIES_STEPS)  # as many as hops, so they begin anew
@@ -152,7 +155,12 @@ def three_hop_small() -> Recipe:
     for first, then in zip(_small(SMALL, TWO_HOP_STEPS), loops, strict=False):
         first.name = then.parent = f"{then.name}_two_hops"
         stages += [first, then]
-    return Recipe(name="three_hop_small", stages=[*stages, copies])
+    gated = deepcopy(stages[-2:])
+    for stage in gated:
+        stage.name = stage.name.replace("discoloop", "discoloop_gate")
+        stage.config.model = replace(stage.config.model, exit_gate=True)
+    gated[1].parent, gated[1].config.entropy_weight = gated[0].name, Schedule.constant(1.0)
+    return Recipe(name="three_hop_small", stages=[*stages, *gated, copies])
 
 
 def _models(
@@ -255,6 +263,8 @@ _ARMS = {
     "DiscoLoop": at("discoloop", 2),
     "untied copies": at("untied", 1),
 }
+_GATE = "DiscoLoop, loss of every step"
+_THREE_HOP_ARMS = {**_ARMS, _GATE: at("discoloop_gate", 2)}
 _SPLITS = {
     "facts": {"task": "two_graph/atomic"},
     "trained": {"task": "two_graph/train_2"},
@@ -350,7 +360,7 @@ TABLES = {
             title="% right after all steps",
             rows={
                 arm: {**where, "reading": where["reading"].replace("2", "3")}
-                for arm, where in _ARMS.items()
+                for arm, where in _THREE_HOP_ARMS.items()
             },
             columns={
                 f"{words} hops, {short}": {"task": f"two_graph/{kind}_{hops}"}
@@ -378,10 +388,10 @@ TABLES = {
             title="% right, OOD, after R steps",
             rows={
                 f"{arm}, {words} hops": {
-                    "stage": _ARMS[arm]["stage"],
+                    "stage": _THREE_HOP_ARMS[arm]["stage"],
                     "task": f"two_graph/ood_{hops}",
                 }
-                for arm in ("plain loop", "DiscoLoop")
+                for arm in ("plain loop", "DiscoLoop", _GATE)
                 for hops, words in ((2, "two"), (3, "three"))
             },
             columns=by_steps((3, 6)),
