@@ -29,10 +29,10 @@ fi
 arms=(
     adaptive_small:plain,loop3,iso_flop,loop3_memory
     latent_small:eased,eased_correction,eased_end_to_end
-    three_hop_small:discoloop
+    three_hop_small:discoloop_gate
     recurrent_depth_small:depth_r8_half_rate
     recurrent_depth_ood:r4
-    physics_exams:mano_1x4,mano_4x1,hops_r1_25,hops_r4_25,hops_r1_50,hops_r4_50
+    physics_exams:mano5_1x4_5e-3,mano5_4x1_5e-3,mano_1x4,mano_4x1,hops_r1_25,hops_r4_25,hops_r1_50,hops_r4_50
     physics_small:capo_l1,capo_l4
     depth_pays_tuned:every_step_1e-2,looped_2e-2
 )
