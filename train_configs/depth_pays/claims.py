@@ -70,13 +70,4 @@ CLAIMS = [
         note="at 1.4 times the FLOPs; the rate was chosen on R = 4; with AdamW 0.024 [0.005, "
         "0.044]",
     ),
-    bits_claim(
-        text="text: price of the exit gate at R = 4, Muon, each at its own rate",
-        recipe="depth_pays_tuned",
-        cells=[text_cell("every_step_2e-2", 4), text_cell("looped_2e-2", 4)],
-        at_most=0.01,
-        command=f"{_DEPTH} --tuned",
-        note="at 1.4 times the FLOPs; 2e-2 is the best of the rates tried for every step's loss, "
-        "too",
-    ),
 ]
