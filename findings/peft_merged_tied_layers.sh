@@ -2,7 +2,8 @@
 # peft 0.21.2 with transformers 5.24.0: Zamba2 visits one block of shared weights at several depths, each a module of its
 # own whose parameters are tied. LoRA gives every visit its own matrices, and `merge_and_unload` (with `safe_merge` or
 # without) adds each visit's product to the one tensor that they share: with three visits the merged model has the sum of
-# three adapters at every visit. No warning; its logits are further from the adapted model's than those of the base are.
+# three adapters at every visit. No warning. The base model's logits are closer
+# to the adapted model's than the merged model's are.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

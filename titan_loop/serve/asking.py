@@ -169,7 +169,8 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
     )
     streams = fields.take("stream", bool, False)
     streamed = _Fields(fields.take("stream_options", dict, {}))
-    usage = [streamed.take(name, bool) for name in ("include_usage", "continuous_usage_stats")]
+    includes_usage = streamed.take("include_usage", bool, False)
+    repeats_usage = streamed.take("continuous_usage_stats", bool, False)
     streamed.take("include_obfuscation", bool)  # of OpenAI: padding, which nothing here needs
     streamed.end()
     seed = fields.whole("seed", -_MAX_SEED - 1, _MAX_SEED)
@@ -182,8 +183,8 @@ def read_asking(kind: Kind, body: Any, defaults: RowSettings) -> Asking:
         seed=secrets.randbits(62) if seed is None else seed,
         stop=tuple(stop),
         streams=streams,
-        includes_usage=usage[0] is True,
-        repeats_usage=usage[1] is True,
+        includes_usage=includes_usage,
+        repeats_usage=repeats_usage,
     )
 
 
