@@ -8,8 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.families.ouro.hugging_face.conftest import randomise, write_run
-from titan_loop.cli import main as cli
+from tests.families.ouro.hugging_face.conftest import corpus, randomise, write_run
 from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
@@ -83,7 +82,7 @@ def train_tokenizer(path: Path, *, digits: bool, every_byte: bool) -> Path:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if every_byte else [],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(ascii_only=not every_byte), trainer)
+    tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.save(str(path))
     return path
 
@@ -110,12 +109,6 @@ def train_unsplit_tokenizer(path: Path) -> Path:
     tokenizer.train_from_iterator([*stress_texts()], trainer)
     tokenizer.save(str(path))
     return path
-
-
-def corpus(*, ascii_only: bool = False) -> list[str]:
-    """Return this package's sources of the command line."""
-    texts = [path.read_text() for path in sorted(Path(cli.__file__).parent.glob("*.py"))]
-    return [text.encode("ascii", "ignore").decode() for text in texts] if ascii_only else texts
 
 
 @pytest.fixture(scope="session")

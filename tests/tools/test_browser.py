@@ -16,7 +16,7 @@ from titan_loop.text.tokenizer import load_tokenizer
 from tools.demo.browser.serve import serving
 
 PROMPT = "def main(): # 17 Äpfel"
-CASES = [(4, 0.6), (4, 1.0), (1, 1.0), (16, 1.0)]
+CASES = [(4, 0.4), (4, 1.0), (1, 1.0), (16, 1.0)]
 """R and threshold."""
 
 
