@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from tokenizers import processors
 
 from tests.inference.conftest import byte_level_tokenizer
 from tests.rl.test_run import records, reward_config
@@ -58,6 +59,19 @@ def test_a_verifier_of_ones_own_reads_every_field(tmp_path, monkeypatch, tokeniz
     ids = byte_level_tokenizer().encode("5").ids
     assert task.grade(question, [*ids, task.end]) == -2
     sys.modules.pop("judges_of_mine")
+
+
+def test_a_prompt_begins_with_the_templates_bos(tmp_path, prompts):
+    begun = byte_level_tokenizer()
+    end = begun.token_to_id("<|endoftext|>")
+    begun.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+    )
+    begun.save(str(tmp_path / "begun.json"))
+    task = PromptFile(prompts, str(tmp_path / "begun.json"))
+    example = task.encode({"prompt": "2+1=", "answer": "3"})
+    ids = byte_level_tokenizer().encode("2+1=3").ids
+    assert example.tokens.tolist() == [end, *ids, end]
 
 
 ROWS = [

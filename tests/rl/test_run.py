@@ -187,6 +187,11 @@ def test_a_run_is_held_near_its_parent(tmp_path, tmp_path_factory):
             "loss.exit_action=True has no effect with loss.trajectory=pmf",
         ),
         (
+            {"exit_action": True},
+            {"exit": "q:0.5"},
+            "loss.exit_action=True trains the gate on exits that it did not draw; set",
+        ),
+        (
             {},
             {"dtype": "bfloat16", "updates": 2},
             "dataloader.dtype=bfloat16 writes with other weights than π_old",

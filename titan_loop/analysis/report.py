@@ -199,7 +199,7 @@ def _task_table(report: TaskReport) -> Section:
     reasons = "; ".join(f"{task}: {reason}" for task, reason in lacking.items())
     asked: dict[str, dict[str, None]] = {}
     for task, results in report.tasks.items():
-        for reading in readings.keys() & results.keys():
+        for reading in filter(results.__contains__, readings):  # a set has another order each time
             asked.setdefault(results[reading].settings or "the run's settings", {})[task] = None
     samples = "; ".join(f"{', '.join(tasks)}: {settings}" for settings, tasks in asked.items())
     text = f"At step {report.step:,}. Asked with: {samples}."

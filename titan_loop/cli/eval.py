@@ -80,7 +80,7 @@ def evaluate(
         print(f"The numbers are in {report.path(done)}; {page}")
     if report.failures:
         names = ", ".join(report.failures)
-        raise RunFailedError(f"{len(report.failures)} tasks have no result: {names} (why: above)")
+        raise RunFailedError(f"tasks without a result: {names} (why: above)")
     if gains:
         from titan_loop.evaluation.ngram_baselines import require_gain
 

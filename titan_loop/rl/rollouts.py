@@ -171,6 +171,9 @@ class RolloutLoader(TaskLoader):
             if loss.kl_weight and not self.parent:
                 fix = "set dataloader.parent to its run"
                 yield Refusal.of("loss.kl_weight", loss.kl_weight, "has no parent", fix)
+            if loss.exit_action and self.exit != "sampled":
+                problem = "trains the gate on exits that it did not draw"
+                yield Refusal.of("loss.exit_action", True, problem, "set dataloader.exit=sampled")
             if loss.trajectory != "off":
                 name, kind = "loss.trajectory", loss.trajectory
                 if self.exit != "full":

@@ -103,6 +103,7 @@ def application(
         Route("/v1/chat/completions", app.chat, methods=["POST"]),
         Route("/v1/answers/{number}", app.change, methods=["PATCH"]),
         Route("/v1/models", app.models),
+        Route("/v1/models/{name:path}", app.model),
         Route("/metrics", app.metrics),
         Route("/health", app.health),
     ]
@@ -142,6 +143,11 @@ class _Application:
     async def models(self, request: Request) -> Response:
         self._authorise(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorise(request)
+        self._require_name(request.path_params["name"])
+        return JSONResponse(self._model())
 
     async def metrics(self, request: Request) -> Response:
         self._authorise(request)
@@ -192,13 +198,17 @@ class _Application:
                 raise RefusedError(f"the body has over {MOST_BODY_BYTES} bytes", status=413)
         return read_json(body)
 
+    def _require_name(self, name: object) -> None:
+        if name != self.served.name:
+            problem = f"model={name!r:.80} is not served here; it is {self.served.name!r}"
+            raise RefusedError(problem, "model", 404)
+
     async def _answer(self, request: Request, kind: Kind) -> Response:
         body = await self._body(request)
         name = body.get("model") if isinstance(body, dict) else None
+        if name is not None:
+            self._require_name(name)
         served, loop = self.served, asyncio.get_running_loop()
-        if name is not None and name != served.name:
-            problem = f"model={name!r:.80} is not served here; it is {served.name!r}"
-            raise RefusedError(problem, "model", 404)
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
         def send(piece: Piece) -> None:

@@ -20,7 +20,14 @@ from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 from titan_loop.plugins import import_user_module
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, vocab_size
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    encode_prompt,
+    load_tokenizer,
+    require_token,
+    template_bos,
+    vocab_size,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,12 +124,11 @@ class PromptFile(Task):
         return (question["prompt"],)
 
     def encode(self, question: Mapping[str, Any]) -> Example:
-        """Return the prompt and its right answer, which the end of text follows."""
+        """Return the prompt, after the template's BOS, and its right answer with an end of text."""
         tokenizer = _tokenizer(self.tokenizer)
-        prompt, answer = (
-            tokenizer.encode(question[name], add_special_tokens=False).ids
-            for name in ("prompt", "answer")
-        )
+        begin = template_bos(tokenizer, self.tokenizer, "correct its post_processor")
+        prompt = encode_prompt(tokenizer, question["prompt"], begin)
+        answer = tokenizer.encode(question["answer"], add_special_tokens=False).ids
         return Example.of_sequence(prompt, [*answer, self.end])
 
     def grade(self, question: Mapping[str, Any], answer: list[int]) -> float:
