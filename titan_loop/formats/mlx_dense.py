@@ -1,17 +1,17 @@
 """Dense models in MLX: what mlx-lm computes otherwise, mostly without a word.
 
-Source: the model files of mlx-lm 0.32.2, tried on Linux but for narrower heads, biases, and
-the scaling and caps of Gemma 2, which were read in the source.
+Source: the model files of mlx-lm 0.32.2, tried on Linux.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_loop.formats.fields import SLIDING
+from titan_loop.formats.fields import FULL, SLIDING
 
 _NO_WINDOW = ("mistral", "qwen2", "qwen3", "phi3", "gemma2")
-_NO_BIASES = ("qwen3", "gemma2")
+_NO_BIASES = ("qwen3", "gemma2", "gemma3_text")
+_FULL_SOMEWHERE = ("smollm3", "olmo3")
 _HEADS_OF_WIDTH = ("qwen2", "granite", "phi3")
 
 
@@ -29,8 +29,10 @@ def _differences(config: Mapping[str, Any]) -> Iterator[str]:
     )
     if has_window and kind in _NO_WINDOW:
         yield f"MLX has no windows for {kind}: its answers are right up to {window} tokens."
-    slides = SLIDING in config.get("layer_types", ())
-    if slides and kind == "gemma3_text" and not config.get("sliding_window_pattern"):
+    kinds = config.get("layer_types", ())
+    if kind in _FULL_SOMEWHERE and FULL not in kinds:
+        yield f"MLX does not load {kind} with a window in every layer."
+    if SLIDING in kinds and kind == "gemma3_text" and not config.get("sliding_window_pattern"):
         yield "MLX knows windows of Gemma 3 in a period alone, and gives them to other layers."
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "yarn":
@@ -47,5 +49,7 @@ def _differences(config: Mapping[str, Any]) -> Iterator[str]:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     if kind == "gemma2" and not all(map(config.get, caps)):
         yield "MLX cannot run a Gemma 2 without both caps."
+    if kind == "gemma3_text" and any(map(config.get, caps)):
+        yield "MLX does not cap logits of a Gemma 3."
     if kind in _NO_BIASES and config["attention_bias"]:
         yield f"MLX does not load {kind} with attention's biases."

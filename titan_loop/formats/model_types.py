@@ -135,6 +135,13 @@ def _neat(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
+def _scalar(scale: float | None, _: Options) -> int:
+    value = _neat(_said(scale) ** -2)
+    if not isinstance(value, int):  # transformers 5 loads no folder with another number
+        raise UnsaidError
+    return value
+
+
 def _biases(value: str, _: Options) -> bool:
     if value == "qkv":
         raise UnsaidError
@@ -168,7 +175,7 @@ _GEMMA_PAIRS = (
         lambda fields, _: (
             positive("query_pre_attn_scalar", fields("query_pre_attn_scalar")) ** -0.5
         ),
-        lambda value, _: _neat(_said(value) ** -2),
+        _scalar,
     ),
     _cap("attn_logit_softcapping", "attention_softcap"),
     _cap("final_logit_softcapping", "logit_softcap"),

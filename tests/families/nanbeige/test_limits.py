@@ -73,15 +73,18 @@ def test_mlx_gives_the_local_base_to_other_layers_even_in_whole_windows(make_run
         ({**BLOCKS["gemma2"], "logit_softcap": 0.0}, "cannot run a Gemma 2 without both caps"),
         ({"qk_norm": "head", "attention_biases": "qkvo"}, "does not load qwen3 with attention's"),
         ({**BLOCKS["qwen2"], "head_dim": 8}, "does not load qwen2 with heads that are not"),
+        ({**BLOCKS["gemma3"], "attention_biases": "qkvo"}, "does not load gemma3_text with atten"),
+        ({**BLOCKS["gemma3"], "logit_softcap": 2.0}, "does not cap logits of a Gemma 3"),
+        ({"attention_biases": "qkvo", "window": 5, "windowed_layers": (0, 1)}, "does not load smol"),
     ],
-    ids=["scaled", "uncapped", "biased", "narrow"],
+    ids=["scaled", "uncapped", "biased", "narrow", "biased-gemma3", "capped", "windows-alone"],
 )
 def test_every_difference_in_mlx_is_said(make_run, tmp_path, caplog, block, words):
     made = make_run(recurrent_steps=1, **block)
     folder = tmp_path / "out"
     convert("export", made.run, "--to", "llama-unrolled", "--output", folder, "--no-tokenizer")
     assert f"MLX {words}" in caplog.text
-    assert ("no windows for gemma2" in caplog.text) == ("window" in block)
+    assert ("no windows for gemma2" in caplog.text) == ("attention_softcap" in block)
 
 
 PLAIN = {"rope_attention_factor": 1.0}
@@ -130,3 +133,16 @@ def test_llama_cpp_has_heads_of_their_own_width_for_some(make_run, tmp_path, cap
     words = ["convert", "export", run, "--to", "gguf-unrolled", "--output", tmp_path / "m.gguf"]
     assert cli.main([*map(str, words), "--no-tokenizer"]) == 2
     assert f"model.head_dim=32: llama.cpp computes {kind} otherwise" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"logit_softcap": 2.0}, {**BLOCKS["gemma2"], "attention_scale": 0.3}],
+    ids=["logit_softcap", "attention_scale"],
+)
+def test_layers_that_no_dense_model_has_are_refused(make_run, tmp_path, capsys, block):
+    """transformers 5 reads Gemma's scale as an integer, 1 / scale²."""
+    words = ["convert", "export", make_run(recurrent_steps=1, **block).run, "--output"]
+    words += [tmp_path / "out", "--to", "llama-unrolled", "--no-tokenizer"]
+    assert cli.main([*map(str, words)]) == 2
+    assert "no dense model of transformers has such layers" in capsys.readouterr().err
