@@ -70,4 +70,12 @@ CLAIMS = [
         note="at 1.4 times the FLOPs; the rate was chosen on R = 4; with AdamW 0.024 [0.005, "
         "0.044]",
     ),
+    bits_claim(
+        text="text: the same price, each at its best rate",
+        recipe="depth_pays_tuned_again",
+        cells=[text_cell("every_step_2e-2", 4), text_cell("looped_2e-2", 4)],
+        at_most=0.01,
+        command=f"{_DEPTH} --tuned --again every_step_2e-2 looped_2e-2",
+        note="the gate's rate is the better of two, on seed 1; on the corpus of 2026-11-30",
+    ),
 ]
