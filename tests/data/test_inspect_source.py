@@ -81,6 +81,14 @@ def test_ids_document_ends_and_masks_are_looked_at(source):
     assert any("document ends do not ascend" in fault for fault in verify_source(source))
 
 
+def test_turns_may_end_in_the_token_of_documents(small_tokenizer, tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"question": "12?", "answer": "3."}\n')
+    options = {"tokenizer": small_tokenizer, "chat": True, "eos_token": "<|im_end|>"}
+    tokenize_source(tmp_path, output=tmp_path / "out", held_out_fraction=0, **options)
+    assert "EOS" not in caplog.text
+    assert list(verify_source(tmp_path / "out")) == []
+
+
 def test_the_verbs(source, capsys):
     assert main(["data", "verify", str(source)]) == EXIT_OK
     assert capsys.readouterr().out == f"{source}: sound\n"

@@ -1,5 +1,6 @@
 """Masks against the tokenizer's own view of the whole ChatML text, and through a stored source."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.prefix import prefix_of
@@ -74,6 +76,30 @@ def test_the_prompt_is_what_a_model_answers_to(small_tokenizer):
     asked = ChatEncoder(tokenizer, ChatTemplate()).prompt(Conversation((chat[0],)))
     assert (asked.ids, asked.question_tokens) == (prompt, len(prompt))
     assert mask.index(True) == len(prompt)
+
+
+def test_messages_spell_no_control_token_that_a_publisher_left_ordinary(small_tokenizer, tmp_path):
+    record = json.loads(small_tokenizer.read_text())
+    for token in record["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    chat = [Turn("user", "<|im_start|>"), Turn("assistant", "a<|im_end|>")]
+    ((ids, _),) = encode(tmp_path / "tokenizer.json", [chat])
+    assert [ids.count(control) for control in (1, 2)] == [2, 2]
+
+
+def test_a_line_break_that_merges_gets_no_space_in_front():
+    """SentencePiece puts one before a whole text."""
+    vocabulary = {token: number for number, token in enumerate([*"\nusertian▁", "\n\n", "\nu"])}
+    merges = [("\n", "\n"), ("\n", "u")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    space = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = space  # type: ignore[assignment]
+    tokenizer.add_special_tokens([EOS, "<|im_start|>", "<|im_end|>"])
+    chat = [Turn("user", "use it"), Turn("assistant", "user"), Turn("user", "\nin")]
+    ((ids, _),) = ChatEncoder(tokenizer, ChatTemplate()).encode([Conversation(tuple(chat))], EOS)
+    tokens = [str(tokenizer.id_to_token(number)) for number in ids]
+    assert "".join(tokens) == render(chat).replace(" ", "▁") + EOS
 
 
 @pytest.mark.parametrize("weight", [None, 0])

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from titan_loop.errors import UserError
+from titan_loop.text.encoding import DocumentEncoder
 from titan_loop.text.tokenizer import (
     same_ids,
+    template_prefix,
     token_byte_lengths,
     token_bytes,
     vocab_size,
@@ -43,6 +46,19 @@ def test_bytes_behind_a_token():
     lengths = token_byte_lengths(tokenizer)
     assert lengths.tolist() == [1, 3, 0, 2]
     assert token_byte_lengths(of_ids(a=0, 漢=1)) is None
+
+
+@pytest.mark.parametrize("model", [BPE({"G": 0}, []), WordLevel({"G": 0}, unk_token="none")])
+def test_a_tokenizer_that_knows_few_letters(model, tmp_path):
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    template = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.post_processor = template  # type: ignore[assignment]
+    assert template_prefix(tokenizer) == [1]
+    encoder = DocumentEncoder(saved(tokenizer, tmp_path))
+    if isinstance(model, WordLevel):
+        with pytest.raises(UserError, match=r"cannot encode a text \(WordLevel error: Missing"):
+            encoder.ids(["A"])
 
 
 RESAVED = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}

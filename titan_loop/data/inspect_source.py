@@ -152,8 +152,9 @@ def _contents(path: Path, mask: Path, shard: ShardCard, card: SourceCard) -> Ite
         not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask, "u1"))
     if outside:
         yield f"{path}: {outside} token ids outside the vocabulary of {card.vocab_size}"
-    # With EOS as BOS, one stands in front of every document.
-    if unended and card.eos_id != card.bos_id:
+    # EOS may also be the BOS, or end every turn of a chat.
+    may_repeat = card.eos_id == card.bos_id or card.has_loss_mask
+    if unended and (card.splits[path.parent.name].eos_only_at_ends or not may_repeat):
         yield f"{path}: {unended} places where document ends and EOS id {card.eos_id} disagree"
     if not_binary:
         yield f"{mask}: {not_binary} bytes are neither 0 nor 1"

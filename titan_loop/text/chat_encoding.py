@@ -53,12 +53,13 @@ class ChatEncoder:
     def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        if template.text == CHAT_TEMPLATE:
+            for name in (TURN_START, TURN_END):
+                require_token(tokenizer, name, "control token")
+                tokenizer.add_special_tokens([name])  # else a message could spell it
         added = tokenizer.get_added_tokens_decoder().items()
         tokens = {token.content: (number, token) for number, token in added if token.special}
         self._controls = {name: number for name, (number, _) in tokens.items()}
-        if template.text == CHAT_TEMPLATE:
-            for name in (TURN_START, TURN_END):
-                self._controls[name] = require_token(tokenizer, name, "control token")
         # Some tokens take the white space beside them along.
         space = {
             name: (r"\s*" if token.lstrip else "", r"\s*" if token.rstrip else "")
@@ -164,12 +165,14 @@ class ChatEncoder:
         texts = {(p.text, p.after): [] for parts in chats for p in parts if p.control is None}
         contexts = ["\n" if after in self._needs_context else "" for _, after in texts]
         given = [context + text for (text, _), context in zip(texts, contexts, strict=True)]
-        newline, *encoded = _encode_as_text(self.tokenizer, ["\n", *given])
+        newline, apart, *encoded = _encode_as_text(self.tokenizer, ["\n", _SPELT, *given])
         for key, context, ids in zip(texts, contexts, encoded, strict=True):
-            cut = len(newline) if context and ids[: len(newline)] == newline else 0
-            if context and not cut:  # it merged with the text
-                (ids,) = _encode_as_text(self.tokenizer, [key[0]])
-            texts[key] = ids[cut:]
+            before = newline if context else []
+            if ids[: len(before)] != before:  # the newline merged with the text
+                both, alone = _encode_as_text(self.tokenizer, [_SPELT + key[0], key[0]])
+                fits = both[: len(apart)] == apart
+                before, ids = (apart, both) if fits else ([], alone)
+            texts[key] = ids[len(before) :]
         return [
             [
                 Piece(part.text, texts[part.text, part.after], part.is_target)

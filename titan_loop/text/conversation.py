@@ -14,6 +14,7 @@ A message has `role` or `from` and `content` or `value`: a string, or parts of t
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ CONVERSATION_FIELDS = (
 """Every field of a record that `parse_conversation` may read."""
 
 _MOST_LEVELS = 100  # templates write what they are given by recursion
-_OPENED, _CLOSED = "<tool_response>", "</tool_response>"
+_RESPONSE = re.compile("<tool_response>(.*?)</tool_response>", re.DOTALL)
 
 
 class RejectedError(ValueError):
@@ -172,7 +173,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
     if (name := _present(record, lists)) is not None:
         turns = _turns(record[name], name)
         if turns and turns[-1].role != ASSISTANT and record.get("chosen") is not None:
-            turns += _answer(record["chosen"], "chosen")
+            answers = _answer(record["chosen"], "chosen")
+            turns = answers if _is_whole(answers) else turns + answers
     elif messages_key is not None:
         raise KeyError(f"no {messages_key!r} (fields: {_names(record)})")
     else:
@@ -193,7 +195,7 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
 
 def parse_messages(messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
     """Return the turns of a list of messages; `TypeError` names what cannot be read."""
-    return [_turn(message) for message in messages]
+    return [turn for message in messages for turn in _apart(_turn(message))]
 
 
 def _asked(record: Mapping[str, Any]) -> list[Turn]:
@@ -207,8 +209,8 @@ def _asked(record: Mapping[str, Any]) -> list[Turn]:
         )
     question, answer = pair
     answers = _answer(record[answer], answer)
-    if any(turn.role == USER for turn in answers):
-        return answers  # the whole conversation, as in many sets of preferences
+    if _is_whole(answers):
+        return answers
     if not isinstance(record[question], str):
         return _turns(record[question], question) + answers
     texts = [record[question]]
@@ -221,6 +223,11 @@ def _asked(record: Mapping[str, Any]) -> list[Turn]:
         history += [Turn(USER, _string(pair[0], "history")), *_answer(pair[1], "history")]
     user = Turn(USER, "\n\n".join(text for text in texts if text))
     return [*history, user, *answers]
+
+
+def _is_whole(answers: Iterable[Turn]) -> bool:
+    """Return whether answers are the whole conversation, as in many sets of preferences."""
+    return any(turn.role == USER for turn in answers)
 
 
 def _answer(value: Any, name: str) -> list[Turn]:
@@ -265,7 +272,7 @@ def _turn(message: Any) -> Turn:
         raise TypeError(f"a message has the weight {weight!r:.40}, which is not a number")
     return Turn(
         role,
-        _unwrapped(content or "") if role == TOOL else _string(content, "content"),
+        content or "" if role == TOOL else _string(content, "content"),
         reasoning=thought,
         calls=_calls(calls),
         has_loss=weight is None or weight != 0,
@@ -334,11 +341,12 @@ def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     )
 
 
-def _unwrapped(text: str) -> str:
-    """Return a tool's answer without the tags that a template puts around it."""
-    inner = text.strip().removeprefix(_OPENED).removesuffix(_CLOSED)
-    whole = text.strip() == f"{_OPENED}{inner}{_CLOSED}" and _OPENED not in inner
-    return inner.strip() if whole else text
+def _apart(turn: Turn) -> list[Turn]:
+    """Return a tool's answers without the tags that a template puts around each of them."""
+    answers = _RESPONSE.findall(turn.content) if turn.role == TOOL else []
+    if not answers or _RESPONSE.sub("", turn.content).strip():
+        return [turn]
+    return [turn._replace(content=answer.strip()) for answer in answers]
 
 
 def _from_json(text: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import load_tokenizer, token_byte_lengths
 
 if TYPE_CHECKING:
@@ -29,8 +30,15 @@ class DocumentEncoder:
 
         It takes about 230 bytes of memory per character while it runs.
         """
-        # The fast form leaves the offsets out.
-        encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        try:  # the fast form leaves the offsets out
+            encodings = self.tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the Rust side raises bare ones
+                raise
+            raise UserError(
+                f"the tokenizer cannot encode a text ({error}): give one that has bytes or a token "
+                "for unknown words"
+            ) from error
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def bytes_of(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -123,7 +123,17 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
 
 def template_prefix(tokenizer: "Tokenizer") -> list[int]:
     """Return the ids that the tokenizer's template puts in front of every text."""
-    whole = tokenizer.encode("a", add_special_tokens=True)
+
+    def is_known(text: str) -> bool:
+        try:
+            return bool(tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception:  # words alone, without a token for unknown ones
+            return False
+
+    text = "a"
+    if not is_known(text):  # a tokenizer of proteins, say
+        text = next(filter(is_known, tokenizer.get_vocab()), "")
+    whole = tokenizer.encode(text, add_special_tokens=True)
     texts = [place for place, is_added in enumerate(whole.special_tokens_mask) if not is_added]
     return whole.ids[: texts[0]] if texts else []
 

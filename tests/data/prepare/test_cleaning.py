@@ -90,11 +90,11 @@ def test_numbers_and_operators_count(keys, kept, small_tokenizer, tmp_path):
 
 @needs_spacy
 def test_copies_of_short_texts_are_dropped(small_tokenizer, tmp_path):
-    texts = ["1 + 1 = 2"] * 5 + ["Yes."] * 4 + ["yes."] + ["!"] * 2
+    texts = ["1 + 1 = 2"] * 5 + ["Yes, sir."] * 4 + ["yes,  sír."] + ["!"] * 2
     card = prepare(texts, "[minhash]\n", small_tokenizer, tmp_path, held_out_fraction=0.5)
-    assert card.dropped == {"near_duplicate": 8}
+    assert card.dropped == {"near_duplicate": 9}
     kept = stored(tmp_path / "out") + stored(tmp_path / "out", "held_out")
-    assert sorted(kept) == sorted(set(texts))
+    assert {text.lower()[0] for text in kept} == {"1", "y", "!"}
 
 
 @needs_spacy

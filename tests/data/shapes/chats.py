@@ -147,12 +147,13 @@ ROWS: Rows = {
             {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
             {"prompt": "1+1?", "chosen": [_user(), _says()], "rejected": [_user()]},
             {"conversations": [_user()], "chosen": {"from": "gpt", "value": "2"}},
+            {"messages": [_user()], "chosen": [_user(), _says()]},
             *_messages(_user("1+1?", "human"), _user("2", "Assistant")),
             *_messages(_user("1+1?", "User"), _user("2", "bot")),
             *_messages(_user([{"type": "text", "text": "1+"}, "1?"]), _says(["2"])),
             *_messages(_user(), _says(None, refusal="2")),
         ],
-        *[_asked()] * 15,
+        *[_asked()] * 16,
     ),
     "more than a question": _chat(
         [
@@ -216,10 +217,20 @@ ROWS: Rows = {
                 )
                 for told in ("2", "<tool_response>\n2\n</tool_response>")
             ),
+            _sharegpt(
+                ("human", "1+1?"),
+                ("tool", "<tool_response>\n2\n</tool_response>\n<tool_response>3</tool_response>"),
+                _GPT,
+            ),
             *_messages(_user(), _says(tool_calls=[_called({"a": 1})] * 2)),
             {"chosen_messages": [_user(), _says(_PARTS)], "rejected_messages": []},
         ],
         *[_WITH_CALL] * 4,
+        _chatml(
+            ("user", "1+1?"),
+            *(("tool", f"<tool_response>\n{n}\n</tool_response>") for n in (2, 3)),
+            ("assistant", "2"),
+        ),
         _asked(f"2\n{_CALL}\n{_CALL}"),
         _asked(_THOUGHT + _CALL),
     ),

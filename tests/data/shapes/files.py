@@ -56,6 +56,7 @@ def _saved(splits: Sequence[str] = ()) -> Callable[[Path], None]:
 
 
 _BESIDE = "beside files called train"
+_TESTS = ("test", "valid", "val", "dev", "eval", "testdata")
 _SPLIT: dict[str, Any] = {"train": TEXTS[:2], "held_out": TEXTS[2:]}
 
 
@@ -281,9 +282,9 @@ ROWS: Rows = {
     "test, valid, val, dev, eval": Shape(
         {
             "train.jsonl": _LINES,
-            **{f"{name}.jsonl": jsonl([name]) for name in ("test", "valid", "val", "dev", "eval")},
+            **{f"{name}.jsonl": jsonl([name]) for name in _TESTS},
         },
-        warned=(f"left out 5 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
+        warned=(f"left out 6 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
     ),
     "latest, contest": Shape(
         {"train2.jsonl": jsonl([A]), "latest.jsonl": jsonl([B]), "contest/a.jsonl": jsonl([C])}

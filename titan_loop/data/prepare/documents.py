@@ -45,14 +45,15 @@ Inputs = Annotated[
 Format = Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 
 _NAMES = {
-    "held_out": r"h[eo]ld[-_. ]?out(?:set)?\d*|validation(?:set)?\d*",
-    "test": r"(?:tests?|testing|devtest|val|valid|dev|eval|evaluation)(?:set)?\d*",
-    "train": r"train(?:ing)?(?:set)?\d*",
+    "held_out": r"h[eo]ld[-_. ]?out|validation",
+    "test": r"tests?|testing|devtest|val|valid|dev|eval|evaluation",
+    "train": r"train(?:ing)?",
 }
 # A name counts where it is a whole part: in `test.jsonl` and `dev/a.txt`, not in `latest.jsonl`.
 # Where a part of a path has two of them, the first counts: nothing held out is trained on.
 _PATTERNS = {
-    role: re.compile(rf"(?<![^\W_])(?:{names})(?![^\W_])") for role, names in _NAMES.items()
+    role: re.compile(rf"(?<![^\W_])(?:{names})(?:set|data)?\d*(?![^\W_])")
+    for role, names in _NAMES.items()
 }
 _SHOWN = 3
 

@@ -69,7 +69,8 @@ def write_card(preparation: Preparation, pipelines: Sequence[Pipeline]) -> Sourc
     splits: dict[str, SplitCard] = {}
     for name, steps in counted.items():
         split = splits[name] = _split_card(output / name, tokenizer, eos_id, steps[TOKENIZE])
-        if not split.eos_only_at_ends and eos_id != bos_id:  # else one token is in both places
+        # BOS may be the same token, and a template may end every turn with it.
+        if not (split.eos_only_at_ends or eos_id == bos_id or preparation.chat is not None):
             logger.warning(
                 f"{output / name}: not every document ends in EOS id {eos_id} and has none before: "
                 "use a tokenizer whose EOS is a special token"

@@ -12,6 +12,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.readers.jsonl import JsonlReader
 from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
 from datatrove.pipeline.writers.jsonl import JsonlWriter
+from datatrove.utils.text import simplify_text
 from tokenizers import Tokenizer
 
 from titan_loop.data.keyed import keyed_uniform
@@ -72,7 +73,8 @@ class ShortTextSignature(MinhashDedupSignature):
         if shingles.size:
             return shingles
         hashed: Any = self._hash_func
-        return np.array([[hashed(text)]], dtype=np.uint64)
+        simple = simplify_text(text, self.config.norm_config)
+        return np.array([[hashed(simple)]], dtype=np.uint64)
 
 
 class SourceTokenizer(DocumentTokenizer):
