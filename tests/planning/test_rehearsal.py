@@ -181,7 +181,7 @@ def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch
 def test_hsdp_sums_over_replicas_and_muon_exchanges_twice_a_step():
     config = stage(tensor_parallel=2, data_parallel_replicate=2)
     config.optimizer.name, config.model.n_layers = "muon", 1
-    config.recurrence.steps = Schedule.constant(1)
+    config.checkpoint.carry.parent, config.recurrence.backward_steps = "runs/lm", 1
     (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
     assert measured.moved["all-to-all"].count == measured.moved_in(4)["all-to-all"].count == 2
     reductions = measured.micro_batches * len(needs.units)  # one more over the replicas for each

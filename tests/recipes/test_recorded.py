@@ -20,6 +20,7 @@ from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
+from titan_loop.models.dense import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -85,7 +86,11 @@ def prior(config: LoopTrainer.Config) -> None:
     config.training.max_norm = math.inf  # null in JSON
 
 
-@pytest.mark.parametrize("change", [gate, task, prior])
+def tuples(config: LoopTrainer.Config) -> None:
+    config.model = DenseOptions(positions="learned", learned_positions=64)  # no unrotated_layers
+
+
+@pytest.mark.parametrize("change", [gate, task, prior, tuples])
 def test_every_class_and_field_comes_back(
     change: Callable[[LoopTrainer.Config], None], source: Path, tmp_path: Path
 ):

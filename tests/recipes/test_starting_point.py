@@ -44,6 +44,10 @@ def test_one_command_continues_an_exported_folder(
     source: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     run = tmp_path / "run"
+    recipe = load_recipe("quickstart")
+    recipe.stages[0].config.model.dropout = 0.1
+    start_from(recipe, folder, only=None, folder=str(run), command=[])
+    assert recipe.stages[0].config.model.dropout == 0.1
     start = ("--from", folder, "--total-tokens")
     assert train(source, run, *start, 8 * SEQ_LEN) == 0
     model = RunDirectory(run).read_config()["model"]

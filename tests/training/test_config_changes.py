@@ -40,6 +40,11 @@ def test_one_line_a_field(source: Path, tmp_path: Path):
     other.optimizer.name = "muon"
     with pytest.raises(UserError, match="muon cannot go on with the moments of adamw; use that"):
         train_run(other)
+    child = tiny_config(source, tmp_path / "child")
+    child.optimizer.name, child.checkpoint.carry.parent = "muon", str(tmp_path / "run")
+    with pytest.raises(UserError, match=r"muon cannot go .* of adamw; use that, or start without"):
+        train_run(child)
+    assert not (tmp_path / "child" / "config.json").exists()
     decays = Decays()
     config = started(0)
     config.learning_rate = Schedule.parse("0:0 linear 1K:1e-3")

@@ -15,10 +15,12 @@ from titan_loop.data.source_card import CARD_NAME
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
+from titan_loop.models.dense import DenseOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.on_disk import check_resumable
 from titan_loop.storage.json_files import json_sha256
 from titan_loop.training.chosen_model import newest_of
+from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 
@@ -59,6 +61,25 @@ VALUES: list[tuple[str, Any, str]] = [
     (BACKEND, "spmd_types", r"spmd_types needs torch 2\.15"),
     ("fsdp.policy", "per_stop", r"fsdp\.policy=per_stop must be per_visit or per_step or auto"),
     ("recurrence.backward_steps", 1, "=1 never reaches the embedding, .* R is 2 or more; set"),
+    ("recurrence.backward_growth", ONE, "growth=1 never reaches the embedding, .* R is 2 or more"),
+    ("loss", ExpectedExitLoss.Config(geometric_eta=0.3), r"=0\.3 has no effect with loss\.prior"),
+    ("model", DenseOptions(rope_factor=8.0), r"rope_factor=8\.0 has no effect with .*scaling=none"),
+    ("model", DenseOptions(rope_scaling="linear", rope_original=8), "original=8 has no effect"),
+    (
+        "model",
+        DenseOptions(scale_embeddings=True, embedding_scale=2.0),
+        r"embedding_scale=2\.0 has no effect with model\.scale_embeddings=True",
+    ),
+    (
+        "model",
+        DenseOptions(positions="none", window=8, window_rope_theta=1e4),
+        r"window_rope_theta=10000\.0 has no effect with model\.positions=none",
+    ),
+    (
+        "model",
+        DenseOptions(positions="relative", relative_window=8, attention_softcap=30.0),
+        r"attention_softcap=30\.0 does not work with model\.positions=relative.*; use rope",
+    ),
     ("recurrence.steps", Schedule.constant(0), r"recurrence\.steps=0 must be at least 1"),
     ("recurrence.steps", Schedule.constant(2.5), "'2.5' is rounded to whole steps"),
     ("recurrence.from_data", True, r"needs recurrence\.max_steps"),
@@ -113,6 +134,11 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
     ({**GATE, **MUON}, 1, "name=muon has no matrix to update with trainable=exit_gate; use adamw"),
     ({**GATE, "model.exit_gate": False}, 1, r"needs a gate, and model\.exit_gate=False"),
     (
+        {"loss": ExpectedExitLoss.Config(prior="geometric"), "model.exit_gate": False},
+        1,
+        r"prior=geometric has no effect with model\.exit_gate=False",
+    ),
+    (
         {"fsdp.policy": "per_step", "parallelism.fsdp_reshard_after_forward": "always"},
         1,
         r"always contradicts fsdp\.policy=per_step",
@@ -142,9 +168,39 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
         "held_out.interval=1 is set, and this data has no held-out text",
     ),
     ({**HELD_OUT, "held_out.depths": []}, 1, r"held_out\.depths=\[\] names none"),
+    (
+        {"checkpoint.carry.parent": "runs/lm", "checkpoint.enable": False},
+        1,
+        r"parent=runs/lm has no effect with checkpoint\.enable=False; set checkpoint\.load_only",
+    ),
+    (
+        {"checkpoint.remote": "file:///store", "checkpoint.enable": False},
+        1,
+        r"remote=file:///store has no effect with checkpoint\.enable=False",
+    ),
+    (
+        {**HELD_OUT, "best": True, "checkpoint.load_only": True},
+        1,
+        "best=True keeps a checkpoint, and none are saved",
+    ),
+    (
+        {"checkpoint.carry.upcycle": "stacked"},
+        1,
+        r"upcycle=stacked has no effect without weights to start from; set checkpoint\.carry",
+    ),
     ({"best": True}, 1, r"best=True needs held-out text that is scored: set held_out"),
     ({**SPIKES, "stability.skips": 65}, 1, r"skips=65 do not fit into stability\.window=64"),
     ({**SPIKES, "checkpoint.enable": False}, 1, r"rewinds=2 needs checkpoints to go back to"),
+    (
+        {**SPIKES, "checkpoint.keep_latest_k": 36, "best": True, "held_out.interval": 15},
+        1,
+        r"=36 of checkpoints 2 or 15 steps apart .* keep at least 38, or all \(0\)",
+    ),
+    (
+        {**SPIKES, "checkpoint.keep_latest_k": 33, "best": True, "held_out.interval": 1},
+        1,
+        r"=33 of checkpoints 1 steps apart \(with best=True\) may .* keep at least 64, or all",
+    ),
     (
         {**SPIKES, "checkpoint.keep_latest_k": 32},
         1,
@@ -168,6 +224,15 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, changes, world_size, mess
         resolve(config, world_size)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_truncation_reaches_an_embedding_that_every_step_reads(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run")
+    config.model, config.recurrence.backward_steps = DenseOptions(injection="additive"), 1
+    assert resolve(config, 1).model.reaches_start(2, 1)
+    assert not [*remarks(config)]
+    config.stability.window = 16
+    assert next(remarks(config)).startswith("the settings under stability have no effect")
 
 
 def test_a_source_that_holds_nothing_out(source, tmp_path):

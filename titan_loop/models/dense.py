@@ -33,15 +33,15 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_loop.bounds import FINITE
-from titan_loop.errors import Refusal, UserError, raise_first
+from titan_loop.errors import Refusal, UserError, caught, raise_first
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import DenseBlock, GELUGatedFeedForward
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.family import Family, FamilyName, ModelSize, require_usual
 from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
 from titan_loop.models.loop_config import residual_gain
 from titan_loop.models.norms import AllHeadsNorm, OffsetNorm
-from titan_loop.models.positions import NoRotation, RotaryPositions, RotateHalf
+from titan_loop.models.positions import SCORES, NoRotation, RotaryPositions, RotateHalf
 from titan_loop.models.rotary import RopeScaling, Rotation
 
 NormOrder: TypeAlias = Literal["before", "after", "both"]
@@ -182,10 +182,21 @@ def _refusals(options: BlockOptions, shape: ModelSize) -> Iterator[Refusal]:
         fix = f"must be even and at most a head's {width}"
         yield Refusal.of("model.rotary_dim", options.rotary_dim, fix)
     rotates = {"rope_scaling": "none", "rotary_dim": None, "unrotated_layers": ()}
+    rotates |= {"rope_attention_factor": 1.0, "window_rope_theta": None}
     for name, plain in rotates.items():
         if options.positions != "rope" and getattr(options, name) != plain:
             problem = f"has no effect with model.positions={options.positions}"
             yield Refusal.of(f"model.{name}", getattr(options, name), problem, "leave it out")
+    unread = {"none": 0, "linear": 1, "llama3": 4, "yarn": 5}[options.rope_scaling]
+    names = ("rope_factor", "rope_original", "rope_low", "rope_high", "rope_truncate")[unread:]
+    problem = f"has no effect with model.rope_scaling={options.rope_scaling}"
+    yield from caught("model", lambda: require_usual(options, names, problem))
+    if options.scale_embeddings and options.embedding_scale != 1:
+        problem = "has no effect with model.scale_embeddings=True; leave one of them out"
+        yield Refusal.of("model.embedding_scale", options.embedding_scale, problem)
+    if options.attention_softcap and options.positions in SCORES:
+        problem = f"does not work with model.positions={options.positions}, which adds to scores"
+        yield Refusal.of("model.attention_softcap", options.attention_softcap, problem, "use rope")
     if options.rope_scaling in ("llama3", "yarn"):
         if not options.rope_original:
             scaling = f"model.rope_scaling={options.rope_scaling}"

@@ -30,15 +30,16 @@ Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 USES: frozenset[Use] = frozenset(get_args(Use))
 
 _RESOLVED = {"size", "recurrent_steps"}
-_SAME_RESULT = {"attention", "readout_chunk_tokens"}
-_TRAINING_ALONE = {"dropout", "embedding_dropout"}
+OF_A_START = {"attention", "readout_chunk_tokens", "dropout", "embedding_dropout"}
+"""Options that belong to a start: they change no result, or training alone."""
+
 _INITIAL_WEIGHTS = {
     "base_width",
     "initializer_range",
     "initial_keys",
     "residual_scale",
 }
-RUNTIME_OPTIONS = frozenset(_RESOLVED | _SAME_RESULT | _TRAINING_ALONE | _INITIAL_WEIGHTS)
+RUNTIME_OPTIONS = frozenset(_RESOLVED | OF_A_START | _INITIAL_WEIGHTS)
 """Options in which two models of one checkpoint may differ."""
 
 RETIRED_OPTIONS = frozenset({"base_layers", "early_states", "initial_outputs"})

@@ -7,7 +7,7 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +18,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 
 from titan_loop.bounds import FINITE, Hint
+from titan_loop.errors import Refusal
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import (
@@ -138,6 +140,21 @@ class ExpectedExitLoss(StreamedLoss):
         def collect(self, *, exit_gate: bool) -> Collect:
             """Return all steps with a gate, else the last."""
             return "all" if exit_gate else "last"
+
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """As in the base class; refuse settings of a prior that is not there."""
+            yield from StreamedLoss.Config.refusals(
+                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
+            )
+            if self.prior == "uniform" and self.geometric_eta != type(self)().geometric_eta:
+                problem = "has no effect with loss.prior=uniform"
+                fix = "set loss.prior=geometric, or leave it out"
+                yield Refusal.of("loss.geometric_eta", self.geometric_eta, problem, fix)
+            if self.prior != "uniform" and not exit_gate:
+                problem = "has no effect with model.exit_gate=False; leave it out"
+                yield Refusal.of("loss.prior", self.prior, problem)
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)

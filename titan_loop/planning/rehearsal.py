@@ -125,7 +125,8 @@ def _rehearse(needs: StageNeeds, cluster: Cluster, folder: str) -> MeasuredStep:
     # Not counted: the compiled function never holds the whole mask.
     build_mask = meter.paused()(create_block_mask)
     with absent_gpu(cluster, build_mask), ExitStack() as faking:
-        run = resolve(_without_files(needs, folder), cluster.ranks)
+        # As if from trained weights: a stage may need a parent, which its config here lacks.
+        run = resolve(_without_files(needs, folder), cluster.ranks, needs.model.architecture)
         spec = run.config.model_spec
         assert spec is not None
         spread = spec.parallelize_fn

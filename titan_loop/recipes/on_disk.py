@@ -4,6 +4,9 @@ Rewinds and remote copies are taken up first, since they decide which checkpoint
 comes the question whether it can be resumed.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.tools.logging import logger
 
@@ -33,16 +36,23 @@ def is_to_be_trained(run: ResolvedRun, newest: Newest) -> bool:
         copy_last_checkpoint(config)
         return False
     found = newest() if config.checkpoint.enable else None
-    chosen, of_moments = config.optimizer.name, nested(before, "optimizer.name")
-    if found is not None and of_moments not in (None, chosen):  # before the new config is written
-        raise UserError(
-            f"optimizer.name={chosen} cannot go on with the moments of {of_moments}; use that, or "
-            f"train another run from it: --dump-folder NEW --checkpoint.carry.parent "
-            f"{config.dump_folder} --checkpoint.carry.no-optimizer"
-        )
+    if found is not None:  # before the new config is written
+        fix = "train another run from it: --dump-folder NEW --checkpoint.carry.parent "
+        fix += f"{config.dump_folder} --checkpoint.carry.no-optimizer"
+        _check_same_moments(config, before, fix)
     expected = sum(file["bytes"] for file in found[1]["files"].values()) if found else 0
     require_room(directory.path, expected)
     return True
+
+
+def _check_same_moments(config: RunConfig, before: Mapping[str, Any], fix: str) -> None:
+    for field, chosen in (
+        ("optimizer.name", config.optimizer.name),
+        ("trainable", config.trainable),
+    ):
+        if (of_moments := nested(before, field)) not in (None, chosen):
+            problem = f"{field}={chosen} cannot go on with the moments of {of_moments}"
+            raise UserError(f"{problem}; use that, or {fix}")
 
 
 def fetch_checkpoints(config: RunConfig) -> None:
@@ -82,6 +92,10 @@ def check_resumable(run: ResolvedRun, newest: Newest) -> bool:
             trained = read_manifest(parent)["trainer"]["architecture"]
             check_parent(trained, run.architecture, carry)
             check_moments(parent, carry)
+            run_of_parent = RunDirectory(parent.parent.parent)
+            if carry.optimizer and run_of_parent.config_json.exists():
+                fix = "start without them: --checkpoint.carry.no-optimizer"
+                _check_same_moments(config, run_of_parent.read_config(), fix)
         return True
     step, manifest = found
     state, checkpoint = manifest["trainer"], RunDirectory(config.dump_folder).checkpoint(step)

@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -140,7 +140,9 @@ class _Reading:
         kind = self._classes.get(name, type(default))
         if is_dataclass(kind) and kind is not Schedule:
             return self._built(kind, recorded, name)
-        if _names_schedule(hint) and isinstance(recorded, dict):
+        if isinstance(recorded, list) and not _names(hint, list):
+            return tuple(recorded)  # which JSON does not have
+        if _names(hint, Schedule) and isinstance(recorded, dict):
             try:
                 return Schedule(tuple(Knot(**knot) for knot in recorded["knots"]))
             except (KeyError, TypeError, ValueError) as error:
@@ -191,5 +193,5 @@ def _require_default(name: str, field: "Field[Any]", recorded: Any) -> None:
         )
 
 
-def _names_schedule(hint: Any) -> bool:
-    return hint is Schedule or any(map(_names_schedule, get_args(hint)))
+def _names(hint: Any, kind: type) -> bool:
+    return kind in (hint, get_origin(hint)) or any(_names(part, kind) for part in get_args(hint))

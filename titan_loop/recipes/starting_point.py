@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from titan_loop.checkpoint.start_from import has_moments
 from titan_loop.errors import UserError, seen_from
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.launcher import is_in_step
+from titan_loop.models.family import OF_A_START
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -25,7 +26,7 @@ def start_from(
     """Let a recipe's first stages, or stage `only`, start from a model; apply flags afterwards.
 
     These stages, and all stages with the same model config, get the model's shape, vocabulary and
-    RoPE base, with the first stage's attention and readout_chunk_tokens.
+    RoPE base, with the first stage's attention, readout_chunk_tokens and dropout.
 
     Args:
         path: A run, a checkpoint, or a folder that `convert import` reads. The last is imported
@@ -43,13 +44,11 @@ def start_from(
     run = SavedRun.open(path)
     first = [stage for stage in recipe.chosen(only) if only or stage.parent is None]
     own = first[0].config.model
+    shared = {field.name for field in fields(own)} & {f.name for f in fields(run.model_options)}
+    kept = {name: getattr(own, name) for name in OF_A_START & shared}
     for stage in recipe.stages:
         if stage in first or stage.config.model == own:
-            stage.config.model = replace(
-                run.model_options,
-                attention=own.attention,
-                readout_chunk_tokens=own.readout_chunk_tokens,
-            )
+            stage.config.model = replace(run.model_options, **kept)
     for stage in first:
         stage.config.checkpoint.carry.parent = str(path)
         stage.config.checkpoint.carry.optimizer &= has_moments(run.checkpoint().path)

@@ -58,7 +58,8 @@ class RecurrenceConfig:
 
     backward_steps: Annotated[int | None, Ge(1)] = None
     """Train through the last k steps only; None for all. Earlier steps then give the layers no
-    gradient, and the embedding has none in a step with R > k unless it is tied to the head."""
+    gradient, and the embedding has none in a step with R > k unless it is tied to the head or
+    every step reads it."""
 
     backward_growth: Annotated[Schedule | None, Ge(1)] = None
     """k against global tokens, rounded, in place of backward_steps: it may grow in training."""

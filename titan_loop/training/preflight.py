@@ -23,10 +23,11 @@ from titan_loop.distributed.float8 import missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.training.chosen_model import ChosenModel, chosen_model
+from titan_loop.training.chosen_model import ChosenModel, chosen_model, stage_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
+from titan_loop.training.stability.config import StabilityConfig
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
@@ -137,10 +138,31 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Ref
         trainable=config.trainable, training=config.training, parallelism=config.parallelism
     )
     yield from caught("checkpoint", config.checkpoint.check)
+    yield from _checkpoint_refusals(config, starts_trained=starts_trained)
     for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
         if asked.interval != 0 and not asked.depths:
             yield Refusal.of(f"{name}.depths", asked.depths, "names none", "name at least one")
-    yield from config.stability.refusals(checkpoint=config.checkpoint)
+    measured = config.held_out.interval if config.best else None
+    yield from config.stability.refusals(checkpoint=config.checkpoint, best_interval=measured)
+
+
+def _checkpoint_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
+    """Refuse what would save or load checkpoints where none are saved or loaded."""
+    asked, carry = config.checkpoint, config.checkpoint.carry
+    off = "has no effect with checkpoint.enable=False"
+    if carry.parent and not asked.enable:
+        fix = "set checkpoint.load_only=True instead, which loads but saves nothing"
+        yield Refusal.of("checkpoint.carry.parent", carry.parent, off, fix)
+    if asked.remote and not asked.enable:
+        yield Refusal.of("checkpoint.remote", asked.remote, off, "leave it out")
+    if config.best and (asked.load_only or not asked.enable):
+        problem = "keeps a checkpoint, and none are saved"
+        fix = "set checkpoint.enable=True (and load_only=False), or leave it out"
+        yield Refusal.of("best", True, problem, fix)
+    for name, plain in (("upcycle", "no"), ("keep_initial", [])):
+        if not starts_trained and (value := getattr(carry, name)) != plain:
+            problem = "has no effect without weights to start from; set checkpoint.carry.parent"
+            yield Refusal.of(f"checkpoint.carry.{name}", value, problem)
 
 
 def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
@@ -161,8 +183,8 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
         given = repr(str(recurrence.steps))
         yield Refusal.of("recurrence.steps", given, f"{problem}would have no label", fix)
     if not starts_trained and (untrained := _untrained_embedding(config)):
-        fix = "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
-        fix += "from trained weights (checkpoint.carry.parent)"
+        fix = "set model.tie_weights=True, raise it to an R that occurs, or start from trained "
+        fix += "weights (checkpoint.carry.parent)"
         yield Refusal("recurrence.backward_steps", untrained, fix)
 
 
@@ -261,6 +283,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
         )
     if config.float8 != "off" and compat.device_type() == "cpu":
         yield f"float8={config.float8} is emulated without a GPU: its rounding, and slower"
+    if not config.stability.skip_spikes and config.stability != StabilityConfig():
+        yield "the settings under stability have no effect without stability.skip_spikes=True"
     for name, settings in config.optimizers().items():
         if name not in (config.optimizer.name, "adamw") and settings != type(settings)():
             yield f"the settings under {name} have no effect without optimizer.name={name}"
@@ -276,7 +300,10 @@ def _untrained_embedding(config: RunConfig) -> str:
     trains_elsewhere = config.trainable != "all" or config.model.tie_weights
     if reached is None or fewest <= reached or trains_elsewhere:
         return ""
+    if stage_architecture(config).reaches_start(fewest, reached):
+        return ""  # every step reads it, as with an injection
+    field = "backward_steps" if config.recurrence.backward_growth is None else "backward_growth"
     return (
-        f"recurrence.backward_steps={reached} never reaches the embedding, which step 1 alone "
-        f"reads, and R is {fewest} or more"
+        f"recurrence.{field}={getattr(config.recurrence, field)} never reaches the embedding, "
+        f"which step 1 alone reads, and R is {fewest} or more"
     )

@@ -38,8 +38,13 @@ class StabilityConfig:
         """Most training steps whose data rewinds can jump over."""
         return self.skips * self.rewinds if self.skip_spikes else 0
 
-    def refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
-        """Refuse settings under which a run could not rewind."""
+    def refusals(
+        self, *, checkpoint: LoopCheckpointManager.Config, best_interval: int | None = None
+    ) -> Iterator[Refusal]:
+        """Refuse settings under which a run could not rewind.
+
+        A new best may be saved every `best_interval` steps, besides those of `checkpoint`.
+        """
         if not self.skip_spikes:
             return
         if self.skips > self.window:
@@ -47,13 +52,17 @@ class StabilityConfig:
             yield Refusal.of("stability.skips", self.skips, problem)
         saves = checkpoint.enable and not checkpoint.load_only
         interval, kept = checkpoint.interval, checkpoint.keep_latest_k
-        needed = 1 + math.ceil((self.window - 1) / interval)
+        saved = sorted({interval, best_interval or interval})
+        saved = [each for each in saved if each == saved[0] or each % saved[0]]
+        needed = 1 + sum(math.ceil((self.window - 1) / each) for each in saved)
+        apart = f"{' or '.join(map(str, saved))} steps apart"
+        apart += " (with best=True)" if best_interval else ""
         if self.rewinds and not saves:
             problem = "needs checkpoints to go back to, and none are saved"
             fix = "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0"
             yield Refusal.of("stability.rewinds", self.rewinds, problem, fix)
         elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
-            problem = f"of checkpoints {interval} steps apart may leave none from before the first "
-            problem += f"of the spikes within stability.window={self.window}"
+            problem = f"of checkpoints {apart} may leave none from before the first of the "
+            problem += f"spikes within stability.window={self.window}"
             fix = f"keep at least {needed}, or all (0)"
             yield Refusal.of("checkpoint.keep_latest_k", kept, problem, fix)

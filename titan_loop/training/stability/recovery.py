@@ -148,7 +148,8 @@ def rewind(
     if step is None:
         _record(run, "stop", spikes)
         problem = f"there is no good checkpoint from before step {first} to go back to"
-        return f"stopped after {said}: {problem}; lower checkpoint.interval"
+        fix = "save or keep more (checkpoint.interval, checkpoint.keep_latest_k)"
+        return f"stopped after {said}: {problem}; {fix}"
     # Before `record_rewind`: if only this is written, a later start decides and writes again.
     _record(run, "rewind", spikes, to_step=step)
     record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
