@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_CRASH = 1
@@ -131,6 +132,12 @@ def require_known(name: str, value: str, known: Iterable[str]) -> None:
 def seen_from(path: str | os.PathLike[str]) -> str:
     """Return " (in FOLDER)", where a relative path starts; empty for an absolute one."""
     return "" if os.path.isabs(path) else f" (in {os.getcwd()})"
+
+
+def runs_in(folder: str | os.PathLike[str], otherwise: str) -> str:
+    """Return "give one of A, B in it", the runs in a folder such as a recipe's, or `otherwise`."""
+    names = sorted(path.parent.name for path in Path(folder).glob("*/run.json"))
+    return f"give one of {', '.join(names)} in it" if names else otherwise
 
 
 def first_line(error: BaseException) -> str:

@@ -103,7 +103,7 @@ def row(claim: Claim, results: Sequence[RunResult], remark: str = "") -> str:
     mean, low, high = of_seeds(values)
     ours = f"{mean:.{digits}f}"
     if len(values) > 1:
-        if claim.unit == "%":
+        if claim.unit == "%" and len(cells_of(claim, results)) == 1:  # a share of answers
             low, high = max(low, 0.0), min(high, 100.0)
         ours += f" [{low:.{digits}f}, {high:.{digits}f}]"
     bounds = [

@@ -30,6 +30,8 @@ def test_held_out_text_is_scored_at_six_depths_and_may_have_to_beat_a_baseline(
         ("--tasks offline --frontier --ema", "--frontier draws the weights of training"),
         ("--windows 0", "windows=0 must be at least 1"),
         ("--tasks ,", "no task was named"),
+        ("--limit 3", "limit=3 has no effect on held-out text; leave it out, or name other tasks"),
+        ("--tasks held_out --kv-cache last", "kv_cache=last has no effect on held-out text"),
     ],
 )
 def test_flags_that_do_not_go_together(text_run: Path, capsys, words: str, message: str):

@@ -84,6 +84,12 @@ def test_looking_at_a_run_needs_no_torch_and_opens_few_files(verb, own_run, tmp_
     assert files < MOST_FILES
 
 
+@pytest.mark.parametrize("verb", ["plan", "results show"])
+def test_a_flag_is_off_by_default(verb, capsys):
+    assert cli.main([*verb.split(), "--help"]) == 0
+    assert "(default: True)" not in capsys.readouterr().out
+
+
 def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert error_of(capsys, "trains") == "unknown verb 'trains'; nearest: train"
     assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")

@@ -177,7 +177,7 @@ def test_the_papers_tasks_exist_in_the_harness():
     pytest.fail(f"not in the harness: {missing}")
 
 
-def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):
+def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path, caplog):
     loglikelihood = "output_type: loglikelihood\ndoc_to_text: ''\ndoc_to_target: b\n"
     for name, own in (("open", ""), ("two", "num_fewshot: 2\n"), ("none", "num_fewshot: 0\n")):
         write_task(tmp_path, name, own + loglikelihood)
@@ -189,7 +189,9 @@ def test_examples_are_those_asked_for_unless_a_task_has_none(tmp_path: Path):
 
     assert [shots("open", asked) for asked in (None, 0, 5)] == [0, 0, 5]
     assert [shots("two", asked) for asked in (None, 0, 5)] == [2, 0, 5]
+    assert "not shown" not in caplog.text
     assert [shots("none", asked) for asked in (None, 5)] == [0, 0]
+    assert "none: its file has num_fewshot=0, so 5 examples are not shown" in caplog.text
 
 
 def test_numbers_as_answers_are_found_as_the_harness_finds_them(own_run: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Reports of tasks: older versions', replacements and damaged files."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, change: dict):
         TaskReport.all_of(run)
 
 
-def test_a_smaller_sample_replaces_nothing_and_a_task_that_works_failed_no_more(tmp_path: Path):
+def test_a_smaller_sample_replaces_nothing_and_a_task_that_works_failed_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     run = RunDirectory(tmp_path)
     asked("", text="", held_out="no text", mano="gone").save(run)
     asked("windows=64 limit=None").save(run)
@@ -96,6 +99,9 @@ def test_a_smaller_sample_replaces_nothing_and_a_task_that_works_failed_no_more(
         report = TaskReport.load(asked(settings).save(run))
         assert report.tasks["held_out/code"]["static:1"].settings == kept
     assert report.failures == {"mano": "gone"}
+    assert "replaced all results" not in caplog.text
+    replace(report, kv_cache="last").save(run)
+    assert "replaced all results, which were of kv_cache=full" in caplog.text
 
 
 def test_a_gain_over_a_baseline_can_be_required(tmp_path: Path):

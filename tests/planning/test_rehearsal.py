@@ -138,6 +138,9 @@ def test_stages_that_differ_in_values_alone_are_rehearsed_once(monkeypatch):
     assert found[1].needs.name == "b"
     assert found[1].measured is found[0].measured
     assert "as a" in rehearsal_lines(found, EIGHT)[2]
+    assert not any("compile.graphs" in line for line in rehearsal_lines(found, EIGHT))
+    deeper.compile.graphs = True
+    assert any("compile.graphs" in line for line in rehearsal_lines(found, EIGHT))
 
 
 def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch, tmp_path):

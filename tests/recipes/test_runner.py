@@ -22,7 +22,7 @@ from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.start import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.runs.status import read_status
+from titan_loop.runs.status import read_status, status_lines
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -175,6 +175,9 @@ def test_the_flag_for_a_parent_forks_a_stage(source, tmp_path, monkeypatch):
     assert manifest["lineage"]["parent"] == reference(parent)
     (root,) = read_status(tmp_path)
     assert {child.name for child in root.children} == {"1b", "fork"}
+    flags[1] = str(tmp_path / "alone")
+    assert main.main(["train", "chain", "--stage", "1b", *flags]) == 0
+    assert status_lines(read_status(tmp_path / "alone"))[1:] == ["everything is trained"]
 
 
 def a_parent_elsewhere(recipe: Recipe) -> None:

@@ -48,7 +48,10 @@ def test_what_cannot_be_read_is_refused_and_stays(tmp_path: Path, name, text, co
 
 
 def test_a_folder_without_its_files_is_not_a_run(tmp_path: Path):
-    with pytest.raises(UserError, match="not a run directory"):
+    with pytest.raises(UserError, match=r"not a run directory.*; give the folder of a run"):
+        RunDirectory(tmp_path).read_run()
+    RunDirectory(tmp_path / "1a").create_or_open([])
+    with pytest.raises(UserError, match=r"not a run directory.*; give one of 1a in it"):
         RunDirectory(tmp_path).read_run()
     with pytest.raises(UserError, match=r"has no config\.json"):
         RunDirectory(tmp_path).read_config()

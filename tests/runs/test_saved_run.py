@@ -51,9 +51,11 @@ def test_a_config_that_cannot_be_read_is_one_line(old_run: Path, changes, read, 
 def test_what_is_neither_run_nor_checkpoint_is_refused(old_run: Path, tmp_path: Path):
     alone = shutil.copytree(old_run / "checkpoints" / "step-2", tmp_path / "alone")
     shutil.rmtree(old_run / "checkpoints")
+    (tmp_path / "empty").mkdir()
     for path, complaint in (
         (tmp_path / "nowhere", "is not a folder"),
-        (tmp_path, r"has no manifest\.json"),
+        (tmp_path, r"has no manifest\.json.*; give one of run in it"),
+        (tmp_path / "empty", r"has no manifest\.json.*; choose another"),
         (alone, "give a checkpoint inside its run"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -62,9 +62,12 @@ def test_cells_may_be_chosen_by_the_results_and_be_none_yet():
 def test_three_cells_are_the_share_of_a_gap():
     claim = replace(CLAIM, cells=[*CLAIM.cells, Cell(stage="third", name="acc")])
     results = [
-        result(stage, 1, v) for stage, v in {"first": 3.0, "second": 1.5, "third": 1}.items()
+        result(stage, seed, value)
+        for seed, second in ((1, 1.5), (2, 1.0))
+        for stage, value in {"first": 3.0, "second": second, "third": 1.0}.items()
     ]
-    assert numbers(claim, results) == {1: 75.0}
+    assert numbers(claim, results) == {1: 75.0, 2: 100.0}
+    assert "87.5 [-71.3, 246.3]" in row(claim, results)  # it may lie beyond both ends
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,13 @@ def test_truncation_reaches_an_embedding_that_every_step_reads(source, tmp_path)
     assert next(remarks(config)).startswith("the settings under stability have no effect")
 
 
+def test_a_rate_of_0_before_the_end_is_remarked_on(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run")
+    assert not list(remarks(config))
+    config.total_tokens += 1
+    assert ["learning_rate is 0 from 1,536 tokens on" in line for line in remarks(config)] == [True]
+
+
 def test_a_source_that_holds_nothing_out(source, tmp_path):
     config = tiny_config(source, tmp_path / "run")
     config.held_out.interval = 1

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, runs_in
 from titan_loop.storage.file_names import is_file_name
 from titan_loop.storage.json_files import (
     DamagedFileError,
@@ -129,7 +129,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(
             f"{checkpoint} has no {MANIFEST}: it is neither a run nor a checkpoint whose save "
-            "finished; choose another"
+            f"finished; {runs_in(checkpoint, 'choose another')}"
         ) from error
     except OSError as error:
         raise unreadable(path, error, "check its disk") from error

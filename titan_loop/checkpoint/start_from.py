@@ -17,7 +17,7 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
-from titan_loop.errors import UserError, seen_from
+from titan_loop.errors import UserError, runs_in, seen_from
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +66,8 @@ class StartFrom:
         if newest is None:
             raise UserError(
                 f"checkpoint.carry.parent={self.parent} is neither a checkpoint nor a run that "
-                f"has one{seen_from(path)}; train the parent first, or give another path"
+                f"has one{seen_from(path)}; "
+                + runs_in(path, "train the parent first, or give another path")
             )
         return step_folder(folder, newest[0])
 

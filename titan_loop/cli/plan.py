@@ -23,7 +23,7 @@ def plan(
     gpu: str = "h100-80gb",
     mfu: float = 0.4,
     stage: str | None = None,
-    memory: bool = True,
+    no_memory: bool = False,
     rehearse: bool = False,
 ) -> None:
     """Print the needs of every stage of a recipe on a cluster, without a GPU and without the data.
@@ -45,7 +45,7 @@ def plan(
         gpu: GPU model; a wrong one is answered with the known ones.
         mfu: Assumed share of a GPU's peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
-        memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
+        no_memory: Print the arithmetic alone, without measuring memory and communication.
         rehearse: Assemble every stage anew, and exit with code 2 if one cannot be assembled.
     """
     import titan_loop.compat as compat
@@ -63,7 +63,7 @@ def plan(
     needs = recipe_needs(resolved, cluster, only=stage)
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
     _refuse([(need.name, refusal) for need in needs for refusal in need.refusals], len(needs))
-    if memory or rehearse:
+    if rehearse or not no_memory:
         _rehearse(cluster, needs, anew=rehearse)
 
 

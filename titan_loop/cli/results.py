@@ -30,7 +30,7 @@ def add(run: Path, *, folder: Path | None = None, unclean: bool = False) -> None
     print(result.save(folder or _beside(result.recipe)))
 
 
-def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
+def show(recipe: str, *, folder: Path | None = None, no_plot: bool = False) -> None:
     """Print the tables that a recipe declares, beside the paper's numbers, and draw them.
 
     A cell is the mean over seeds with its 95 % interval. Differences between rows are paired by
@@ -41,7 +41,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
         folder: Folder of the results; by default results/ beside the recipe's module. Plots are
             written to plots/ beside this folder.
-        plot: Draw the tables, too; --no-plot only prints them.
+        no_plot: Print the tables without drawing them.
     """
     from titan_loop.analysis import results, results_plots
     from titan_loop.recipes.registry import recipe_module
@@ -63,7 +63,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         print(f"\n{results.table_text(table, found)}")
         if table.less and (differences := results.differences_text(table, found)):
             print(f"\n{differences}")
-        if not plot:
+        if no_plot:
             continue
         stem = place.parent / "plots" / f"{name}-{table.name}"
         print(f"\n{results_plots.draw_table(table, found, Path(f'{stem}.png'))}")

@@ -35,8 +35,9 @@ def resolve_recipe(
     recipe.words = (name, *flags)
     prepare(recipe)
     apply_to_stages(recipe, flags, f"titan-loop {verb} {name}", only=only)
-    if only is not None and recipe.stage(only).config.checkpoint.carry.parent:
-        recipe.stage(only).parent = None
+    if only is not None and (stage := recipe.stage(only)).config.checkpoint.carry.parent:
+        recipe.is_fork = stage.parent is not None
+        stage.parent = None
     return recipe
 
 

@@ -1,5 +1,6 @@
 """Loads tasks of lm-evaluation-harness and runs them under every reading."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from titan_loop.evaluation.task_report import ReadingResult, Results
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
+
+logger = logging.getLogger(__name__)
 
 _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
@@ -87,6 +90,11 @@ class HarnessTasks:
             own = loaded_task.get_config("num_fewshot")
             if task.num_fewshot is not None and own != 0:
                 loaded_task.set_config(key="num_fewshot", value=task.num_fewshot)
+            elif task.num_fewshot:
+                logger.warning(
+                    f"{task.name}: its file has num_fewshot=0, so {task.num_fewshot} examples "
+                    "are not shown"
+                )
             elif own is None:
                 loaded_task.set_config(key="num_fewshot", value=0)
             loaded_task.set_fewshot_seed(seed=1234)  # the harness' own default

@@ -19,6 +19,10 @@ _DEPTH_SUITE_STEPS = tuple(range(1, 9))
 """R of the suite `depth` by default; beyond the trained R it extrapolates."""
 
 
+_OF_TASKS = ("num_fewshot", "limit", "apply_chat_template", "kv_cache", "prefill_steps")
+"""Options that held-out text does not read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     """Depths, tasks and settings of an evaluation.
@@ -131,5 +135,12 @@ class TaskOptions:
                 f"recurrent_steps={self.recurrent_steps} has no effect with "
                 f"depths={list(self.depths)}; leave one of them out"
             )
+        if {*self._names} == {"held_out"}:
+            for name in _OF_TASKS:
+                if (value := getattr(self, name)) != getattr(TaskOptions, name):
+                    raise UserError(
+                        f"{name}={value} has no effect on held-out text; leave it out, or name "
+                        "other tasks"
+                    )
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"include_path={self.include_path} is not a folder")

@@ -161,6 +161,11 @@ class TaskReport:
             before = TaskReport.load(path)
             if (before.manifest_sha256, before.kv_cache) == (self.manifest_sha256, self.kv_cache):
                 merged = before._with(self, path)
+            else:
+                logger.warning(
+                    f"{path}: replaced all results, which were of kv_cache={before.kv_cache} or "
+                    "another checkpoint of this step"
+                )
         write_json(path, asdict(merged))
         return path
 

@@ -46,6 +46,8 @@ def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
         lines += _rehearsal_table(some)
     if any(one.like.startswith("as ") for one in found):
         lines.append("as STAGE: differs from it in data, seed, rates, length or other values alone")
+    if any(one.needs.config.compile.graphs for one in assembled):
+        lines.append("compile.graphs: what CUDA graphs reserve comes on top of the peak")
     lines += [f"{one.needs.name}: not assembled: {one.fault}" for one in found if one.fault]
     return lines
 

@@ -45,6 +45,9 @@ class Recipe:
     words: tuple[str, ...] = ()
     """Words after `titan-loop train` that name and change it; empty if no command line did."""
 
+    is_fork: bool = False
+    """Whether the one stage to train starts from a checkpoint that its parent did not leave."""
+
     @classmethod
     def of_one_run(cls, name: str, config: LoopTrainer.Config) -> "Recipe":
         """Return a recipe with one run, which trains in the config's own folder."""

@@ -96,8 +96,9 @@ def run_recipe(
     # A start of one stage keeps the plan: its flags are not the other stages'.
     keeps_plan = only is not None and (root / RECIPE_JSON).exists()
     if rank == 0 and len(recipe.stages) > 1 and not keeps_plan:
-        planned = [
-            PlannedStage(s.name, s.parent, s.config.total_tokens, s.control) for s in recipe.stages
+        planned = [  # a fork needs no other stage of its recipe in its folder
+            PlannedStage(s.name, s.parent, s.config.total_tokens, s.control)
+            for s in (stages if recipe.is_fork else recipe.stages)
         ]
         name, *flags = recipe.words or (recipe.name,)
         write_plan(root, name, planned, flags=flags if only is None else ())

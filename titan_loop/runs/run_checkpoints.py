@@ -6,7 +6,7 @@ from pathlib import Path
 from titan_loop.checkpoint.folders import is_committed
 from titan_loop.checkpoint.keep_policy import KeepPolicy, named_checkpoint
 from titan_loop.checkpoint.listing import ListedCheckpoint, list_checkpoints, look_at
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, runs_in
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 
@@ -23,9 +23,7 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
     if run_directory.run_json.exists():
         return run_directory.checkpoints, _keep_policy(path)
     if not any(path.glob("*step-*")):
-        stages = sorted(run.parent.name for run in path.glob("*/run.json"))
-        which = f"one of {', '.join(stages)} in it" if stages else "a run directory"
-        raise UserError(f"{path} has no checkpoints; give {which}")
+        raise UserError(f"{path} has no checkpoints; {runs_in(path, 'give a run directory')}")
     return path, _keep_policy(path.absolute().parent)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import titan_loop
 from titan_loop.checkpoint.folders import CHECKPOINTS, step_folder
-from titan_loop.errors import UserError, seen_from
+from titan_loop.errors import UserError, runs_in, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
     read_json_object,
@@ -114,7 +114,7 @@ class RunDirectory:
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} is not a run directory{seen_from(self.path)}: it has no "
-                "run.json; give the folder of a run"
+                f"run.json; {runs_in(self.path, 'give the folder of a run')}"
             ) from error
 
     @property

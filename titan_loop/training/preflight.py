@@ -281,6 +281,11 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"{rate(end):.3g}, not {rate.knots[-1].value:.3g}: give --learning-rate a schedule "
             "that ends there, or --total-flops, which stretches it"
         )
+    if last < end and rate.knots[-1].value == 0:
+        yield (
+            f"learning_rate is 0 from {last:,} tokens on, so nothing is learnt until "
+            f"total_tokens={end:,}: give --learning-rate a schedule that ends there"
+        )
     if config.float8 != "off" and compat.device_type() == "cpu":
         yield f"float8={config.float8} is emulated without a GPU: its rounding, and slower"
     if not config.stability.skip_spikes and config.stability != StabilityConfig():
