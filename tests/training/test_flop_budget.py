@@ -63,8 +63,12 @@ def test_every_schedule_keeps_its_shape():
         for tokens in range(0, TOKENS, 1_000):
             assert stretched(3 * tokens) == pytest.approx(schedule(tokens), rel=1e-9)
     assert config.total_tokens == TOKENS  # untouched
-    again = within_budget(fitted)
-    assert again is fitted  # so a run's own config trains it once more
+    assert within_budget(fitted) is fitted  # so a run's own config trains it once more
+    coarse = RecurrenceConfig(steps=Schedule.parse("0:6 cosine 923:2 cosine 1536:6"))
+    coarse = replace(config, total_tokens=1_536, recurrence=coarse, total_flops=1e14)
+    fitted = within_budget(coarse)
+    assert fitted.total_tokens > 1e6
+    assert within_budget(fitted) is fitted
 
 
 @pytest.mark.parametrize(
