@@ -77,7 +77,11 @@ def test_all_differences_of_keys_are_listed(checkpoint):
         f"12 entries are missing: {names}, …;",
         "1 entries are not wanted: text",
         "1 tensors have another shape: weight is [6, 4] and should be [6, 5]",
+        "or set checkpoint.carry",
     )
+    moments = {"optimizer.state.weight.momentum_buffer": torch.zeros(6, 4)}
+    with pytest.raises(UserError, match=r"without its moments \(--checkpoint\.carry\.no-optimizer"):
+        load_checkpoint(zeros() | moments, checkpoint, group=None)
 
 
 def test_a_policy_allows_what_it_names_and_says_so(checkpoint, caplog):

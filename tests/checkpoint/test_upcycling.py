@@ -160,10 +160,15 @@ def test_moments_of_layers_follow_the_policy_and_others_stay(
     assert len(reader.keys()) == 5 * 7
 
 
-def test_the_manifest_says_which_layer_came_from_which(tmp_path: Path):
+def test_the_manifest_says_which_layer_came_from_which_and_data_go_on(tmp_path: Path):
     source, target = tmp_path / "parent", tmp_path / "child"
-    write_checkpoint(source, optimiser_entries(2), content(2))
+    files = [tmp_path / name for name in ("pipeline_00001.safetensors", "answers_0.safetensors")]
+    for number, file in enumerate(files):
+        file.write_bytes(b"%d" % number)
+    write_checkpoint(source, optimiser_entries(2), content(2), copied=files)
     upcycle_checkpoint(source, target, Upcycling(6, "stacked", "reset"))
+    assert (target / files[0].name).read_bytes() == b"0"
+    assert not (target / files[1].name).exists()
     old, new = read_manifest(source), read_manifest(target)
     assert new["lineage"] == {
         "parent": reference(source),
@@ -179,6 +184,7 @@ def test_the_manifest_says_which_layer_came_from_which(tmp_path: Path):
     for name in ("step", "tokens", "recurrent_steps"):
         assert new["trainer"][name] == old["trainer"][name]
     assert new["data"] == old["data"]
+    assert new["files"][files[0].name] == old["files"][files[0].name]
     assert new["stage_end"] is False
 
 

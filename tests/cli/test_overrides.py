@@ -6,8 +6,11 @@ import pytest
 
 from titan_loop.cli.flag_help import FIRST, flags_of
 from titan_loop.cli.overrides import apply_overrides
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.training.callback import Callback
+from titan_loop.training.preflight import remarks
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -137,6 +140,7 @@ def test_help_shows_the_first_flags_and_help_all_every_one(capsys):
         ("--frm", "unknown flag --frm; --help-all lists all flags"),
         ("--parallelism.pipeline-parallel-degree", "has no effect: a loop over layers"),
         ("--checkpoint.last-save-in-hf", "has no effect: titan-loop convert export"),
+        ("--model.recurrent-steps", "has no effect: training runs --recurrence.steps"),
     ],
 )
 def test_flags_that_are_not_there_say_which_are(flag, expected):
@@ -156,3 +160,15 @@ def test_lists_are_separated_by_spaces_or_commas(words):
     equals = [f"--suite.depths={','.join(words)}", f"--suite.tasks={','.join(tasks)}"]
     again = apply_overrides(LoopTrainer.Config(), equals, "titan-loop train sample")
     assert (again.suite.depths, again.suite.tasks) == ([3, 5], ["mano", "held_out"])
+
+
+@pytest.mark.parametrize("reader", ["branch-scale=1", "residual-scale=visits", "readout-rank=2"])
+def test_steps_that_the_model_is_built_for_are_a_flag_of_options_that_read_them(reader):
+    flags = ["--held-out.interval", "0", "--recurrence.steps", "8", f"--model.{reader}"]
+    bare = LoopTrainer.Config(model=OuroOptions(), dataloader=TaskLoader.Config())
+    config = apply_overrides(bare, flags, "titan-loop train sample")
+    assert any("is made for model.recurrent_steps=3" in remark for remark in remarks(config))
+    flags += ["--model.recurrent-steps", "8"]
+    config = apply_overrides(bare, flags, "titan-loop train sample")
+    assert config.model.recurrent_steps == 8
+    assert not any("is made for" in remark for remark in remarks(config))

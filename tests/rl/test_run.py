@@ -1,6 +1,7 @@
 """Runs of a reward stage: a killed one resumes exactly, ranks agree, reward grows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +209,20 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, loss, data, w
     assert words in str(refused.value)
 
 
-def test_a_change_of_r_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"steps": Schedule.steps([(0, 3), (2 * WINDOW * WINDOWS, 2)])}, "steps='0:3 constant"),
+        ({"poisson": True}, "poisson=True changes R, and the objective needs one R"),
+    ],
+)
+def test_a_change_of_r_is_refused_before_training(tmp_path, asked, words):
     config = reward_config(tmp_path)
-    config.recurrence.steps = Schedule.steps([(0, 3), (2 * WINDOW * WINDOWS, 2)])
-    with pytest.raises(UserError, match=r"recurrence\.steps changes from 3 to 2"):
+    config.recurrence = replace(config.recurrence, **asked)
+    with pytest.raises(UserError) as refused:
         train_run(config)
+    assert words in str(refused.value)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def train_on_two_ranks(folder: Path) -> None:

@@ -149,9 +149,12 @@ def check_keys(
         if names
     ]
     if faults:
+        wrong = (missing - kept) | (extra - ignored)
+        of_moments = not reshaped and all(key.startswith(OPTIMIZER_PREFIX) for key in wrong)
+        fix = "start from it without its moments (--checkpoint.carry.no-optimizer)"
         raise UserError(
             f"{checkpoint} does not hold the entries to load ({'; '.join(faults)}); use the "
-            "config it was saved with, or set checkpoint.carry"
+            f"config it was saved with, or {fix if of_moments else 'set checkpoint.carry'}"
         )
     return loaded, sorted(ignored), sorted(kept)
 

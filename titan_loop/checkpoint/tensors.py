@@ -8,8 +8,9 @@ Keys are DCP's flattened ones: the model's as in its `state_dict()`, the optimis
 """
 
 import os
+import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,12 +132,16 @@ class LazyTensor:
 
 
 def write_checkpoint(
-    checkpoint: Path, entries: Mapping[str, LazyTensor | Tensor | Any], content: Mapping[str, Any]
+    checkpoint: Path,
+    entries: Mapping[str, LazyTensor | Tensor | Any],
+    content: Mapping[str, Any],
+    *,
+    copied: Sequence[Path] = (),
 ) -> None:
     """Write and commit a checkpoint, with one lazy tensor in memory at a time, or leave nothing.
 
-    `entries` are tensors and plain values by flattened key, written in this order. Raises
-    `UserError` if the folder already holds a checkpoint.
+    `entries` are tensors and plain values by flattened key, written in this order; `copied` are
+    further files. Raises `UserError` if the folder already holds a checkpoint.
     """
     if is_committed(checkpoint):
         raise UserError(f"{checkpoint} already holds a checkpoint; delete it, or choose another")
@@ -157,7 +162,10 @@ def write_checkpoint(
                 planner=_LazyPlanner(entries),
                 no_dist=True,
             )
-        write_manifest(checkpoint, {**content, "files": file_records(checkpoint)})
+        for path in copied:
+            shutil.copyfile(path, checkpoint / path.name)
+        files = file_records(checkpoint, further=[path.name for path in copied])
+        write_manifest(checkpoint, {**content, "files": files})
     except BaseException as error:
         with suppress(OSError):
             discard(checkpoint)

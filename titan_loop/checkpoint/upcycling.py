@@ -117,7 +117,9 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
         data=manifest["data"],
         lineage={**manifest["lineage"], "parent": reference(source), "upcycled": upcycled},
     )
-    write_checkpoint(target, entries, content)
+    # A pipeline's position. Not the answers of a reward stage: another model wrote them.
+    copied = [source / name for name in manifest["files"] if name.startswith("pipeline_")]
+    write_checkpoint(target, entries, content, copied=copied)
 
 
 def _count_layers(reader: CheckpointReader, keys: Sequence[str]) -> int:

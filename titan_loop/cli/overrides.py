@@ -19,6 +19,7 @@ Config = TypeVar("Config")
 # A flag for tokens; and a count such as 4M or 4e6, which tyro's rule for integers does not read.
 _TOKENS_FLAG = re.compile(r"--[\w.-]*tokens")
 _SHORT_COUNT = re.compile(r"\d+(\.\d+)?[a-zA-Z]\S*")
+_BUILT_STEPS = "--model.recurrent-steps"
 
 
 def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> Config:
@@ -53,6 +54,11 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
         )
     if rest:
         raise UserError(_unknown(rest, flags.keys(), choices))
+    given = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    whole: Any = parsed
+    if _BUILT_STEPS in given and not whole.model.reader_of_steps():
+        why = "training runs --recurrence.steps, and the run records them"
+        raise UserError(f"{_BUILT_STEPS} has no effect: {why}")
     return parsed
 
 

@@ -274,7 +274,9 @@ class _Evaluation:
         steps = options.recurrent_steps or self._loaded.recurrent_steps
         if not frontier:
             if depths := options.static_depths():
-                return depth_readings(depths)
+                # By default as many as the model can have.
+                most = None if options.depths else self._model.config.most_steps
+                return depth_readings(depths[:most])
             reading = policy_reading(options.exit, steps)
             require_exit_policy(self._model, reading.policy)
             return [reading]

@@ -116,6 +116,10 @@ class ModelOptions:
             heads = f"model.n_heads={shape.n_heads}"
             raise UserError(f"{heads} must divide {dim} into even head widths")
 
+    def reader_of_steps(self) -> str:
+        """Return the set option that depends on `recurrent_steps`, with its value; "" for none."""
+        return ""
+
     def implied(self) -> Mapping[str, Any]:
         """Return entries of the record that are no options of the family, from canonical ones."""
         return {}

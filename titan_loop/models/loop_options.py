@@ -105,6 +105,12 @@ class LoopOptions(ModelOptions):
         looped = self.n_layers - self.prelude_layers - self.coda_layers
         return self.branch_scale / (self.recurrent_steps * math.sqrt(looped / 12))
 
+    def reader_of_steps(self) -> str:
+        """Return the factor on branches, in every pass or at the start."""
+        if self.branch_scale:
+            return f"branch_scale={self.branch_scale:g}"
+        return "residual_scale=visits" if self.residual_scale == "visits" else ""
+
     def implied(self) -> Mapping[str, Any]:
         """Return the factor, by which models of one `branch_scale` differ if R or L do."""
         return {"branch_factor": self.branch_factor()}

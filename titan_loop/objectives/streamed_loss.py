@@ -69,6 +69,9 @@ class StreamedLoss(ChunkedLossWrapper):
         labels_every_step: ClassVar[bool] = False
         """Whether steps have labels of their own, so that R must reach the deepest example."""
 
+        one_depth: ClassVar[bool] = False
+        """Whether R must be the same in all steps of a run."""
+
         # Meaningless fields of the base class: not settable, so they cannot be ignored silently.
         num_chunks: int = field(default=1, init=False)
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)

@@ -67,6 +67,7 @@ class RewardLoss(StreamedLoss):
             *(ADVANTAGE, WEIGHT, READ_STEP),
             *(ENGINE_LOG_PROB, OLD_LOG_PROB, OLD_EXIT_LOG_PROB, PARENT_LOG_PROB),
         )
+        one_depth: ClassVar[bool] = True  # the engine writes all answers with one R
 
         exit_action: bool = False
         """Whether the exit is an action, too: log p(e) of the gate joins log π of its token."""

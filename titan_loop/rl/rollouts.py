@@ -53,7 +53,6 @@ from titan_loop.rl.reward_loss import (
 )
 from titan_loop.rl.writer import Answer, Writer
 from titan_loop.training.callback import Callback, TrainingState
-from titan_loop.training.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -442,7 +441,6 @@ class RolloutCallback(Callback):
     """Connects the loader to the model in training, and records the rewards of each batch."""
 
     _loader: RolloutLoader | None = None
-    _written_at: int | None = None
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Make the writer, once the weights are loaded."""
@@ -456,7 +454,7 @@ class RolloutCallback(Callback):
             parent = load_checkpoint(
                 asked.parent, context_tokens=context, device=trainer.device
             ).model
-        self._loader, self._written_at = loader, trainer.plan.recurrent_steps
+        self._loader = loader
         writer = Writer(
             trainer.model,
             config.model,
@@ -470,16 +468,6 @@ class RolloutCallback(Callback):
         )
         is_logged = asked.log_rollouts and torch.distributed.get_rank() == 0
         loader.write_with(writer, Path(config.dump_folder, "rollouts.jsonl") if is_logged else None)
-
-    def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
-        """Refuse another R than the answers are written with."""
-        assert self._written_at is not None
-        if plan.recurrent_steps != self._written_at:
-            raise UserError(
-                f"recurrence.steps changes from {self._written_at} to {plan.recurrent_steps}, and "
-                "answers are written with one R; make a stage of each"
-            )
-        return plan
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
         """Return the means over all ranks of the latest batch."""

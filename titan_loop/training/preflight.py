@@ -23,6 +23,7 @@ from titan_loop.distributed.float8 import missing_for_float8
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import resolved_shape
 from titan_loop.training.chosen_model import ChosenModel, chosen_model, stage_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
@@ -176,6 +177,13 @@ def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refu
         problem = f"is less than the {needed} steps that the deepest examples need; use {needed}"
         problem += ", or shallower examples"
         yield Refusal.of("recurrence.max_steps", recurrence.max_steps, problem)
+    changes = recurrence.steps.smallest != recurrence.steps.largest
+    if config.loss.one_depth and (recurrence.poisson or recurrence.from_data or changes):
+        how = "poisson" if recurrence.poisson else "from_data" if recurrence.from_data else "steps"
+        given = repr(str(recurrence.steps)) if how == "steps" else True
+        problem = "changes R, and the objective needs one R in all steps"
+        fix = "make a stage of each R" if how == "steps" else "leave it out"
+        yield Refusal.of(f"recurrence.{how}", given, problem, fix)
     told = config.loss.labels_every_step and not recurrence.from_data
     if told and needed is not None and fewest_recurrent_steps(recurrence) < needed:
         problem = f"is less than the {needed} steps of the deepest examples, whose last values "
@@ -295,6 +303,12 @@ def remarks(config: RunConfig) -> Iterator[str]:
             yield f"the settings under {name} have no effect without optimizer.name={name}"
     if untrained := _untrained_embedding(config):
         yield f"{untrained}: it stays as it was"
+    reader, steps = config.model.reader_of_steps(), config.recurrence.steps.largest
+    if reader and (built := resolved_shape(config.model).recurrent_steps) != round(steps):
+        yield (
+            f"model.{reader} is made for model.recurrent_steps={built} steps, and recurrence.steps "
+            f"reaches {steps:g}; start a run with --model.recurrent-steps {round(steps)}"
+        )
 
 
 def _untrained_embedding(config: RunConfig) -> str:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
+from tests.support.tiny import tiny_config, train_run
+from titan_loop.cli.main import main
 from titan_loop.families.adaptive.model import AdaptiveOptions
 from titan_loop.families.adaptive.objective import PonderCostLoss
 from titan_loop.inference.cache import FullCache
@@ -15,6 +17,7 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
+from titan_loop.training.schedule import Schedule
 
 EXACT = 1e-10  # both sides compute in float64
 SEQ_LEN, VOCABULARY = 16, 128
@@ -148,3 +151,12 @@ def test_generation_equals_the_full_forward():
             output = model(torch.tensor([tokens]))
             assert token == int(model.readout(output.hidden_RBLD[0])[0, -1].argmax())
             tokens.append(token)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_is_evaluated_at_its_only_depth(source, tmp_path, capfd):
+    config = tiny_config(source, tmp_path, steps=2)
+    config.model, config.recurrence.steps = AdaptiveOptions(n_layers=1), Schedule.constant(1)
+    train_run(config)
+    assert main(["eval", str(tmp_path), "--windows", "2"]) == 0
+    assert "R = 1 (trained)" in capfd.readouterr().out

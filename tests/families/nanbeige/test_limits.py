@@ -75,7 +75,7 @@ def test_mlx_gives_the_local_base_to_other_layers_even_in_whole_windows(make_run
         ({**BLOCKS["qwen2"], "head_dim": 8}, "does not load qwen2 with heads that are not"),
         ({**BLOCKS["gemma3"], "attention_biases": "qkvo"}, "does not load gemma3_text with atten"),
         ({**BLOCKS["gemma3"], "logit_softcap": 2.0}, "does not cap logits of a Gemma 3"),
-        ({"attention_biases": "qkvo", "window": 5, "windowed_layers": (0, 1)}, "does not load smol"),
+        ({"attention_biases": "qkvo", "window": 5, "windowed_layers": (0, 1)}, "does not load smo"),
     ],
     ids=["scaled", "uncapped", "biased", "narrow", "biased-gemma3", "capped", "windows-alone"],
 )

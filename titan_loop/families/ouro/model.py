@@ -42,7 +42,13 @@ class OuroOptions(LoopOptions):
 
     readout_rank: Annotated[int | None, Ge(0)] = None
     """Rank of the map that each step has in front of head and gate; 0 for a scale per dimension
-    only, None for no map."""
+    only, None for no map. There are `recurrent_steps` maps; later steps share the last."""
+
+    def reader_of_steps(self) -> str:
+        """Return the readouts, else as in the base class."""
+        if self.readout_rank is not None:
+            return f"readout_rank={self.readout_rank}"
+        return LoopOptions.reader_of_steps(self)
 
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
