@@ -43,7 +43,7 @@ class StabilityConfig:
     ) -> Iterator[Refusal]:
         """Refuse settings under which a run could not rewind.
 
-        A new best may be saved every `best_interval` steps, besides those of `checkpoint`.
+        A new best may be saved every `best_interval` steps, beside checkpoints at an interval.
         """
         if not self.skip_spikes:
             return
