@@ -111,11 +111,15 @@ def test_a_stage_that_would_read_its_parent_s_windows_again_is_a_warning(source,
     assert "stage 1b reads the same windows in the same order as 1a" in capfd.readouterr().out
 
 
-def test_an_interrupted_chain_goes_on_where_it_was(source, whole, tmp_path):
+def test_an_interrupted_chain_goes_on_where_it_was(source, whole, tmp_path, capfd):
     broken = chain(source, with_first(whole, tmp_path))
     broken.stages[1].config.training.steps = 2  # stands for a job that ended in the second stage
     run_recipe(Recipe(name="chain", folder=broken.folder, stages=broken.stages[:2]))
     assert committed_steps(tmp_path / "1b" / "checkpoints") == [2]
+    shorter = chain(source, tmp_path)
+    shorter.stages[1].config.total_tokens = 2 * BATCH_TOKENS  # a flag of the first start left out
+    run_recipe(Recipe(name="chain", folder=shorter.folder, stages=shorter.stages[:2]))
+    assert f"since the last start: total_tokens {STEPS * BATCH_TOKENS} →" in capfd.readouterr().out
     run_recipe(chain(source, tmp_path))
     for stage in ("1a", "1b", "fork"):
         assert losses(tmp_path, stage) == losses(whole, stage)

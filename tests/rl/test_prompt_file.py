@@ -1,7 +1,9 @@
 """Prompts of a file: verifiers, refusals, and a run on them."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from tokenizers import processors
@@ -11,6 +13,9 @@ from tests.rl.test_run import records, reward_config
 from tests.support.tiny import train_run
 from titan_loop.data.tasks.prompt_file import PromptFile, exact, numeric
 from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.text_format import TextFormat
 
 
 @pytest.fixture
@@ -109,6 +114,19 @@ def test_a_run_counts_the_answers_that_its_verifier_fails_on(
     *_, last = records(tmp_path / "run")
     assert last["rl/failed_verdicts"] > 0
     assert 0 < last["rl/answer_tokens"] <= 3
+    # Its text can be read, and its parent's conversations with it.
+    assert SavedRun(tmp_path / "run").tokenizer() == (Path(tokenizer), True)
+    config = SavedRun(tmp_path / "run").config
+    for name, more in (
+        ("parent", {"text": {"turn_end": "<|im_end|>"}}),
+        ("child", {"checkpoint": {"carry": {"parent": str(tmp_path / "parent")}}}),
+    ):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        RunDirectory(tmp_path / name).config_json.write_text(json.dumps({**config, **more}))
+    child = SavedRun(tmp_path / "child")
+    assert child.text_format(byte_level_tokenizer()).turn_end == "<|im_end|>"
+    shutil.rmtree(tmp_path / "parent")
+    assert child.text_format(byte_level_tokenizer()) == TextFormat()
 
 
 def test_a_batch_without_a_verdict_changes_nothing_and_is_finite(

@@ -46,6 +46,7 @@ from titan_loop.runs.status import RECIPE_JSON, PlannedStage, write_plan
 from titan_loop.storage.room import require_room, require_writable
 from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.config import RunConfig
+from titan_loop.training.config_changes import setting_changes
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.run import remote_of, run_training
@@ -161,7 +162,12 @@ def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], bool]:
     fetch_checkpoints(config)  # first: a rewind or a copy changes which checkpoint is the newest
     newest = newest_of(config)
     saved = saved_architecture(config, newest)
-    return saved, is_to_be_trained(resolve(config, world_size, saved), newest)
+    run = resolve(config, world_size, saved)
+    goes_on = is_to_be_trained(run, newest)
+    if not goes_on and (found := newest()) is not None and not found[1]["stage_end"]:
+        for change in setting_changes(run.config):  # such as a flag of the last start left out
+            logger.warning("changed since the last start: %s", change)
+    return saved, goes_on
 
 
 def shutdown() -> None:

@@ -27,7 +27,13 @@ from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import REPAIR, RunDirectory
 from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, same_ids, template_bos
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_NAME,
+    load_tokenizer,
+    same_ids,
+    template_bos,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -218,10 +224,13 @@ class SavedRun:
         """Return the end-of-text token and chat format of import or sources, else the default."""
         if (recorded := self.config.get("text")) is not None:
             return TextFormat(**recorded)
-        if self._pipeline_tokenizer is not None:
-            bos = template_bos(tokenizer, str(self._pipeline_tokenizer), "train with another")
+        if self._named_tokenizer is not None:
+            is_pipeline = self._option("dataloader", {}).get("pipeline")
+            if not is_pipeline and self.parent is not None and self.parent.is_dir():
+                return SavedRun.open(self.parent).text_format(tokenizer)  # may be a chat model
+            bos = template_bos(tokenizer, str(self._named_tokenizer), "train with another")
             return TextFormat(
-                end_of_text=self._option("dataloader.eos_token"),
+                end_of_text=self._option("dataloader.eos_token", END_OF_TEXT),
                 begin_of_text=None if bos is None else tokenizer.id_to_token(bos),
             )
         cards = self._cards()
@@ -232,8 +241,8 @@ class SavedRun:
         cards = self._cards()
         if self.imported_tokenizer.is_file():
             own, sha256 = self.imported_tokenizer, file_sha256(self.imported_tokenizer)
-        elif self._pipeline_tokenizer is not None:
-            own = self._pipeline_tokenizer
+        elif self._named_tokenizer is not None:
+            own = self._named_tokenizer
             load_tokenizer(own)  # or one line says that it is gone
             sha256 = file_sha256(own)
         elif cards:
@@ -262,9 +271,12 @@ class SavedRun:
         return RunTokenizer(path, is_known=True)
 
     @property
-    def _pipeline_tokenizer(self) -> Path | None:
+    def _named_tokenizer(self) -> Path | None:
+        """The tokenizer that the config names for a pipeline, or for prompts of a file."""
         options = self._option("dataloader", {})
-        return self.found(options["tokenizer_path"]) if options.get("pipeline") else None
+        task = options.get("task") or {}
+        name = options["tokenizer_path"] if options.get("pipeline") else task.get("tokenizer")
+        return self.found(name) if name else None
 
     def check_source(self, source: Path) -> None:
         """Refuse a source with another tokenizer; warn if its documents begin otherwise."""

@@ -302,8 +302,8 @@ def _split_by_name(
 def _warn_of_tests(files: Sequence[InputFile], root: Path | None = None) -> None:
     if files:
         logger.warning(
-            f"{_named(files, root)} will be trained on; if they are tests, leave them out with "
-            "--pattern or give them to --held-out-inputs"
+            f"{_named(files, root)} will be trained on; if they are tests, leave them out (in a "
+            "folder with --pattern), or give them to --held-out-inputs of data tokenize"
         )
 
 
