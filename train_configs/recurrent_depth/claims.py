@@ -33,7 +33,7 @@ CLAIMS = [
         theirs="above 50",
         cells=[_ood("r4", 4)],
         at_least=50,
-        note=_ASKED,
+        note=f"{_ASKED}; seeds 5 and 6 ran beside other jobs",
     ),
     _ood_claim(
         text="R = 1, the same questions",
