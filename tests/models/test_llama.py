@@ -106,9 +106,10 @@ def test_branches_start_small_in_their_matrices():
 
 
 @torch.no_grad()
-def test_twice_the_layers_are_twice_the_steps(tmp_path: Path):
+@pytest.mark.parametrize("of_layers", [{}, {"windowed_layers": (0,), "unrotated_layers": (1,)}])
+def test_twice_the_layers_are_twice_the_steps(tmp_path: Path, of_layers):
     """Nothing stands between two steps, not even a norm."""
-    options = DenseOptions(recurrent_steps=4)
+    options = DenseOptions(n_layers=2, recurrent_steps=4, window=4, **of_layers)
     made = random_model(options, 64).float()
     write_run(tmp_path / "run", options, made)  # type: ignore[arg-type]
     upcycle_run(tmp_path / "run", tmp_path / "deep", Upcycling(2 * len(made.layers)), ["test"])

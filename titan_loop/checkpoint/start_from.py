@@ -16,7 +16,7 @@ from titan_loop.checkpoint.keep_policy import named_checkpoint
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.tensor_table import read_table
-from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
+from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers, with_layers
 from titan_loop.errors import UserError, runs_in, seen_from
 
 
@@ -91,8 +91,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Sta
     """Raise `UserError` naming every difference between parent and run that is not allowed."""
     may_differ = {"rope_theta"}
     if upcycling := carry.upcycling(wanted["n_layers"]):
-        upcycling.sources(saved)  # refuses a number that is not a multiple
-        may_differ.add("n_layers")
+        saved = with_layers(saved, upcycling.sources(saved))
     may_differ |= {pattern.partition(".")[0] for pattern in carry.keep_initial}
     rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
     # Upcycling helps only if nothing else differs and the number of looped layers is a multiple.

@@ -73,6 +73,16 @@ def looped_layers(architecture: Mapping[str, Any]) -> range:
     return range(architecture.get("prelude_layers", 0), architecture["n_layers"] - coda)
 
 
+def with_layers(options: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return a model's options with copies of `layers`, also where an option lists layers."""
+    lists = {
+        name: [new for new, old in enumerate(layers) if old in value]
+        for name, value in options.items()
+        if name.endswith("_layers") and isinstance(value, list | tuple)
+    }
+    return {**options, **lists, "n_layers": len(layers)}
+
+
 def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None:
     """Write and commit the upcycled copy of a committed checkpoint; the copy ends no stage.
 
@@ -112,7 +122,7 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     }
     content = new_content(
         manifest["step"],
-        {**manifest["trainer"], "architecture": {**architecture, "n_layers": len(layers)}},
+        {**manifest["trainer"], "architecture": with_layers(architecture, layers)},
         stage_end=False,
         data=manifest["data"],
         lineage={**manifest["lineage"], "parent": reference(source), "upcycled": upcycled},

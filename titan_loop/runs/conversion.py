@@ -16,7 +16,7 @@ from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.merging import checked_weights, merge_checkpoints
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
+from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint, with_layers
 from titan_loop.models.family import ModelOptions, decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -35,12 +35,12 @@ def upcycle_run(parent: Path, output: Path, upcycling: Upcycling, command: Seque
     saved = source.manifest["trainer"]["architecture"]
     check_architecture(saved, decoder_config(run.model_options, max_seq_len=1).architecture)
     get_family(run.model_options.family).require("upcycle")
-    upcycling.sources(saved)  # before any file is read
+    layers = upcycling.sources(saved)  # before any file is read
     config = {
         **run.config,
         "dump_folder": str(output),
         "dataloader": run.dataloader,
-        "model": {**run.config["model"], "n_layers": upcycling.n_layers},
+        "model": with_layers(run.config["model"], layers),
     }
     with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
