@@ -53,7 +53,7 @@ PERIOD = {"window": 5, "windowed_layers": (0, 2)}
 SCALE = {"attention_scale": 0.25, **PERIOD}  # of heads of 16
 DENSE = {
     **{name: {**LOOPED, **BLOCKS[name]} for name in ("llama3", "qwen2", "olmo2", "granite")},
-    "qwen3": {**LOOPED, **BLOCKS["qwen3"], "rope_scaling": "none", "rope_attention_factor": 1.0},
+    "qwen3": {**LOOPED, "qk_norm": "head", "head_dim": 32},
     "gemma2": {**LOOPED, **BLOCKS["gemma2"], **SCALE, "tie_weights": True},
     "gemma3": {**LOOPED, **BLOCKS["gemma3"], **SCALE},
     "smollm3": {**LOOPED, "unrotated_layers": (3,)},
