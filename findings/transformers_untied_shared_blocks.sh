@@ -3,7 +3,7 @@
 # the transformer block that the model visits several times. A new model with a head of its own has a block
 # for each visit, and a folder read with it has its block in the first visit and random weights in the
 # later ones, so other states below the head (a report names them as newly initialised). Llama's states
-# stay what they were.
+# do not change.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -72,7 +72,7 @@ class PromptFile(Task):
     """JSON lines with `prompt` and `answer`; a verifier of yours may read further fields."""
 
     tokenizer: str = ""
-    """The model's tokenizer.json, such as that of the source that its parent read."""
+    """Path of the model's tokenizer.json, for example in the source that its parent trained on."""
 
     verifier: str = "exact"
     """exact, numeric, or PACKAGE.MODULE:FUNCTION of yours, which maps record and answer to a
