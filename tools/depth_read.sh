@@ -19,7 +19,7 @@ flags_of() {
     flags=()
     case $1 in
         *_gate | *_long) ;; # has a seed of its own for the data
-        mano_* | hops_*) flags=(--dataloader.seed "$2") ;;
+        mano_* | hops_* | *_2e-2) flags=(--dataloader.seed "$2") ;;
     esac
 }
 examine() {
@@ -30,11 +30,11 @@ examine() {
         *) titan_loop eval "$2" --windows 128 --depths 1 2 3 4 8 ;;
     esac
     case $1 in
-        r[0-9]) ;;
+        r[0-9] | *_2e-2) ;;
         *) titan_loop eval "$2" --frontier --windows 128 "${task[@]}" ;;
     esac
     case $1 in # Stage II leaves these as they were
-        *_gate | *_long | r[0-9] | mano_* | hops_*) ;;
+        *_gate | *_long | r[0-9] | mano_* | hops_* | *_2e-2) ;;
         *) titan_loop analyse prefill "$2" ;;
     esac
 }

@@ -6,6 +6,7 @@ Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
 |---|---|
 | the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
 | `r1`, `r2`, `r3` | the same layer trained for that R alone |
+| `ARM_2e-2` | the last step's loss and two late ways at its own best rate; seeds draw the data, too |
 | `ARM_gate`, `ARM_long` | Stage II after it, in 200 and in 1,000 updates |
 | `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_exams`, and their Stage II |
 
@@ -30,7 +31,7 @@ from ..depth_pays.recipes import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, d
 from ..physics.commuted_mano import CommutedMano
 from ..physics.exams import REPORTED, physics_exams
 from ..physics.layered_paths import LayeredPaths
-from ..runs import bits_table, by_source, by_steps
+from ..runs import bits_table, by_source, by_steps, cosine
 from .readable_steps import ReadableStepsLoss
 from .step_gains import StepGains
 
@@ -82,6 +83,9 @@ TEXT: dict[str, dict[str, Any]] = {
     "norm_at_readout_late": {**EVEN, "every_step": _late(0.5), "norm_placement": "readout"},
 }
 """Name → options of loss and model."""
+
+AT_2E_2 = ("last_step", "late", "rank8_distilled_late")
+"""Arms of TEXT at the best rate of the last step's loss, at which that drops late in training."""
 
 ALONE = (1, 2, 3)
 TASKS = {
@@ -162,6 +166,15 @@ TABLES = {
             columns_are="step that is read",
             less="last_step",
         ),
+        bits_table(
+            "at_2e-2",
+            "held-out bits per byte of all sources, learning rate 2e-2",
+            {name: {"stage": f"{name}_2e-2"} for name in AT_2E_2},
+            by_steps(DEPTHS),
+            source="all",
+            columns_are="step that is read",
+            less="last_step",
+        ),
         *(
             ResultTable(
                 name=name,
@@ -182,6 +195,10 @@ def depth_read() -> Recipe:
     """Early steps that can be read, and gates that leave by them: text, arithmetic and hops."""
     stages = _with_gates(TEXT, "last_step_muon")
     stages += [Stage(name=f"r{steps}", config=_alone(steps)) for steps in ALONE]
+    for name in AT_2E_2:
+        config = _arm("last_step_muon", TEXT[name])
+        config.learning_rate = cosine(2e-2, config.total_tokens, start=2e-3)
+        stages.append(Stage(name=f"{name}_2e-2", config=config))
     for task, (stage, _) in TASKS.items():
         stages += _with_gates({f"{task}_{name}": TEXT[name] for name in TASK_ARMS}, stage)
     return Recipe(name="depth_read", stages=stages)

@@ -9,6 +9,7 @@
 | `…_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
 | `mano5_KxL_RATE` | at most five operations: the paper's gap grows with their number |
 | `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
+| `hops_rL_P_RATE` | the same at other rates, to choose one on `tuning_3_hops` |
 
 Here `hops_…` have nine relations and in `physics_small` eight, so the worlds differ.
 Every exam has a second one, `tuning_…`, of other questions; rates, decay and length are chosen on
@@ -61,6 +62,7 @@ TUNED = {
 }
 """Arm that a front page compares → its row in the tables, and visits."""
 
+HOPS_TUNED, HOPS_TUNED_SHARES = (1, 4), (25, 50)
 LONGER_ARMS, LONGER_RATES = ("1x4", "4x1"), ("25e-4", "5e-3", "1e-2")
 
 TABLES = {
@@ -113,6 +115,24 @@ TABLES = {
             },
             columns_are="of the questions trained on",
         ),
+        ResultTable(
+            name="hops_rates",
+            title="% of the questions for tuning right",
+            rows={
+                f"2⊗{r}, {share} %": at(f"hops_r{r}_{share}", r)
+                for r in HOPS_TUNED
+                for share in HOPS_TUNED_SHARES
+            },
+            columns={
+                str(rate): {} if rate == RATE else {"stage": name} for name, rate in RATES.items()
+            },
+            everywhere={
+                "task": LayeredPaths.name,
+                "stratum": "tuning_3_hops",
+                "metric": "acc,none",
+            },
+            columns_are="largest learning rate",
+        ),
     ]
 }
 
@@ -144,6 +164,14 @@ def physics_exams() -> Recipe:
                 people=20, relations=9, trained_questions=HOPS_QUESTIONS * share // 100
             )
             stages.append(Stage(name=name, config=_asked(known[name], task)))
+            if loops in HOPS_TUNED and share in HOPS_TUNED_SHARES:
+                for rate_name, rate in RATES.items():
+                    if rate != RATE:
+                        config = _asked(known[name], task)
+                        config.learning_rate = cosine(
+                            rate, config.total_tokens, warmup=WARMUP_TOKENS
+                        )
+                        stages.append(Stage(name=f"{name}_{rate_name}", config=config))
     return Recipe(name="physics_exams", stages=stages)
 
 
