@@ -6,7 +6,7 @@ Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
 |---|---|
 | the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
 | `r1`, `r2`, `r3` | the same layer trained for that R alone |
-| `ARM_2e-2` | the last step's loss and two late ways at its own best rate; seeds draw the data, too |
+| `ARM_2e-2` | the last step's loss and two late ways at its own best rate; seeds draw data, too |
 | `ARM_gate`, `ARM_long` | Stage II after it, in 200 and in 1,000 updates |
 | `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_exams`, and their Stage II |
 
