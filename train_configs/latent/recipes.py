@@ -76,7 +76,11 @@ SMALL_INITIAL: dict[str, Any] = {
 """What lets copies and sums begin within 350 steps with both seeds tried: a token finds others
 like itself from the start, and what a layer adds is as large as what it reads."""
 
-_SHARES = {"correction": "discrete", "eased_correction": "eased"}
+_SHARES = {
+    "correction": "discrete",
+    "eased_correction": "eased",
+    "eased_end_to_end_longer": "eased_end_to_end",
+}
 """Method → the one whose first stage it shares."""
 
 METHODS = {
@@ -219,7 +223,8 @@ def latent_small() -> Recipe:
 
     A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
     The `eased` ones have two changes that let every seed learn sums: initial embeddings in which
-    names stand out (`by_rows`), and many leaves of the first stage that are 0.
+    names stand out (`by_rows`), and many leaves of the first stage that are 0. The `longer` one
+    reads twice as many graphs, since `eased_end_to_end` still learns when it ends.
     """
     discrete = LatentOptions(size="small", relative_window=16, **SMALL_INITIAL)
     eased = replace(discrete, initial_weights="by_rows")
@@ -232,13 +237,14 @@ def latent_small() -> Recipe:
         exit_gate=False,
         **SMALL_INITIAL,
     )
-    end_to_end = {"end_to_end": 4, "eased_end_to_end": 4, "feed_forward": 1, "chain_of_thought": 1}
+    end_to_end = {"feed_forward": 1, "chain_of_thought": 1}
     models: dict[str, ModelOptions] = {
         "discrete": discrete,
         "correction": replace(discrete, corruption=0.05),
         "eased": eased,
         "eased_correction": replace(eased, corruption=0.05),
         "eased_end_to_end": replace(eased, state="continuous"),
+        "eased_end_to_end_longer": replace(eased, state="continuous"),
         "continuous": continuous,
         "end_to_end": continuous,
         "feed_forward": replace(continuous, n_layers=8),
@@ -249,7 +255,11 @@ def latent_small() -> Recipe:
         tasks = (EASED if name.startswith("eased") else FIRST, SMALL)
         if name == "chain_of_thought":
             tasks = [DagChainOfThought(**asdict(task), thought="equations") for task in tasks]
-        sums, graphs = (_small(model, task, end_to_end=end_to_end.get(name)) for task in tasks)
+        steps = 4 if "end_to_end" in name else end_to_end.get(name)
+        sums, graphs = (_small(model, task, end_to_end=steps) for task in tasks)
+        if name.endswith("_longer"):
+            graphs.total_tokens = 2 * SMALL_TOKENS
+            graphs.learning_rate = graphs.learning_rate.stretched(2)
         parent = f"{_SHARES.get(name, name)}_first"
         if name not in _SHARES:
             stages.append(Stage(name=parent, config=sums))
