@@ -141,6 +141,11 @@ def test_help_shows_the_first_flags_and_help_all_every_one(capsys):
         ("--parallelism.pipeline-parallel-degree", "has no effect: a loop over layers"),
         ("--checkpoint.last-save-in-hf", "has no effect: titan-loop convert export"),
         ("--model.recurrent-steps", "has no effect: training runs --recurrence.steps"),
+        ("--loss.num-chunks", "unknown flag --loss.num-chunks"),
+        ("--loss.loss-fn.global-vocab-size=3", "unknown flag --loss.loss-fn.global-vocab-size"),
+        ("--model.family", "unknown flag --model.family"),
+        ("--checkpoint.folder", "unknown flag --checkpoint.folder"),
+        ("--compile.components", "unknown flag --compile.components"),
     ],
 )
 def test_flags_that_are_not_there_say_which_are(flag, expected):

@@ -93,7 +93,7 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     config.model.attention, config.model.n_layers = "flex", 1
     config.recurrence.steps = Schedule.constant(1)
     config.activation_checkpoint = SelectiveAC.Config()
-    config.compile = LoopCompileConfig(enable=True, components=["model"])
+    config.compile = LoopCompileConfig(enable=True)
     counters.clear()
     measured = step_of(config)
     assert measured.micro_batches == 2

@@ -245,7 +245,7 @@ def test_no_stage_inherits_the_recompilations_of_those_before(source, tmp_path):
     for number in range(1, 4):
         config = tiny_config(source, tmp_path, steps=2)
         config.model.dim, config.model.n_heads, config.model.n_layers = 16 * number, number, 1
-        config.compile = LoopCompileConfig(enable=True, components=["model"], backend="eager")
+        config.compile = LoopCompileConfig(enable=True, backend="eager")
         config.activation_checkpoint = FullAC.Config()  # each layer is compiled by itself
         stages.append(Stage(name=f"s{number}", config=config))
     torch._dynamo.reset()

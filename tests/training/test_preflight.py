@@ -48,6 +48,7 @@ VALUES: list[tuple[str, Any, str]] = [
     ("training.global_batch_size", 64, "=64 must be -1; set --batch.global-batch-tokens"),
     ("training.local_batch_size", 3, r"8 windows does not divide by local_batch_size=3"),
     ("profiler.enable_memory_snapshot", True, "snapshot=True records CUDA allocations"),
+    ("training.gc_debug", True, "gc_debug=True records CUDA allocations"),
     ("comm.mode", "fake_backend", r"comm\.mode=fake_backend"),
     ("trainable", "gate", "trainable=gate must be all or exit_gate"),
     ("optimizer.name", "lion", r"optimizer\.name=lion is unknown.*or muon"),

@@ -1,6 +1,6 @@
 """The flags of a recipe: the page of the important ones, and the ones without an effect here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -61,22 +61,35 @@ WITHOUT_EFFECT = {
 """Prefix of torchtitan flags that have no effect here → reason."""
 
 
-def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
+def flags_of(config: Any) -> dict[str, Any]:
     """Return flag → value for a config and its nested fields, less the flags without an effect."""
-    flags: dict[str, Any] = {}
+    without = tuple(WITHOUT_EFFECT)
+    return {
+        name: value
+        for name, settable, value in _fields(config, "--")
+        if settable and not name.startswith(without)
+    }
+
+
+def fixed_flags(config: Any) -> list[str]:
+    """Return the flags that torchtitan's rule offers for fields that `__init__` does not take."""
+    return [name for name, settable, _ in _fields(config, "--") if not settable]
+
+
+def _fields(config: Any, prefix: str) -> Iterator[tuple[str, bool, Any]]:
+    """Yield flag, whether it may be set, and value."""
     hints = get_type_hints(type(config), include_extras=True)
     for field in fields(config):
         name = prefix + field.name.replace("_", "-")
         marks = getattr(hints[field.name], "__metadata__", ())
-        if not field.init or tyro.conf.Suppress in marks or name.startswith(tuple(WITHOUT_EFFECT)):
+        if tyro.conf.Suppress in marks:
             continue
         value = getattr(config, field.name)
-        if is_dataclass(value) and not isinstance(value, (type, Schedule)):
+        if field.init and is_dataclass(value) and not isinstance(value, (type, Schedule)):
             nameless = any(getattr(mark, "name", None) == "" for mark in marks)  # no prefix
-            flags |= flags_of(value, prefix if nameless else f"{name}.")
+            yield from _fields(value, prefix if nameless else f"{name}.")
         else:
-            flags[name] = value
-    return flags
+            yield name, field.init, value
 
 
 def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_loop.cli.arguments import HELP, list_rule, one_line_errors
-from titan_loop.cli.flag_help import WITHOUT_EFFECT, flags_of, help_text
+from titan_loop.cli.flag_help import WITHOUT_EFFECT, fixed_flags, flags_of, help_text
 from titan_loop.errors import EXIT_OK, UserError, nearest
 from titan_loop.training.schedule import parse_tokens, register_tyro_rule
 
@@ -43,6 +43,9 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
         raise SystemExit(EXIT_OK)
     arguments = ["--help" if word == "--help-all" else word for word in arguments]
     _refuse_without_effect(arguments)
+    fixed = tuple(f"{flag}." for flag in fixed_flags(config))
+    if useless := [word for word in arguments if f"{_plain(word)}.".startswith(fixed)]:
+        raise UserError(_unknown(useless, flags.keys(), choices))
     with one_line_errors(arguments):
         parsed, rest = tyro.cli(
             type(config),
@@ -81,11 +84,15 @@ def _register_rules() -> None:
 
 def _refuse_without_effect(arguments: Sequence[str]) -> None:
     for word in arguments:
-        flag = word.partition("=")[0].replace("_", "-")
-        plain = re.sub(r"\.no-([\w-]+)$", r".\1", flag)
         for beginning, why in WITHOUT_EFFECT.items():
-            if plain.startswith(beginning):
+            if _plain(word).startswith(beginning):
+                flag = word.partition("=")[0].replace("_", "-")
                 raise UserError(f"{flag} has no effect: {why}")
+
+
+def _plain(word: str) -> str:
+    """Return the flag without `no-` and value."""
+    return re.sub(r"\.no-([\w-]+)$", r".\1", word.partition("=")[0].replace("_", "-"))
 
 
 def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[str]) -> str:

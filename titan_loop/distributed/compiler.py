@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.config import CompileConfig
@@ -24,6 +24,9 @@ class LoopCompileConfig(CompileConfig):
     graphs: bool = False
     """Replay visits of the stack as CUDA graphs, forward and backward: on one GPU, where the host
     takes longer than small layers do. Not yet run on a GPU."""
+
+    # Not settable: the streamed loss runs eagerly.
+    components: list[str] = field(default_factory=lambda: ["model"], init=False)
 
 
 def missing_compiler(device_type: str) -> str | None:

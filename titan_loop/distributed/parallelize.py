@@ -119,7 +119,7 @@ def parallelize_loop_decoder(
             logger.info("activation_checkpoint: off, a frozen stack keeps no activations")
     elif ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    compiled = compile_config.enable and "model" in compile_config.components
+    compiled = compile_config.enable
     if compiled:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":

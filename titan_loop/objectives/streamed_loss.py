@@ -18,7 +18,6 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
-from torchtitan.tools.logging import logger
 
 from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
@@ -27,7 +26,6 @@ from titan_loop.models.initialisation import local_part
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
-from titan_loop.ranks import warn_together
 
 
 class LossBatch(NamedTuple):
@@ -106,9 +104,6 @@ class StreamedLoss(ChunkedLossWrapper):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)
-        if compile_config and compile_config.enable and "loss" in compile_config.components:
-            warning = 'compile.components contains "loss": the streamed loss runs eagerly'
-            warn_together(logger, warning)
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
         """Take the step's value of each of `Config.schedules`."""

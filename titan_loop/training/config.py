@@ -152,7 +152,7 @@ def _default_training() -> TrainingConfig:
 
 
 def _default_compilation() -> LoopCompileConfig:
-    return LoopCompileConfig(enable=compat.device_type() == "cuda", components=["model"])
+    return LoopCompileConfig(enable=compat.device_type() == "cuda")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -76,7 +76,7 @@ def _graph_refusals(
     """Refuse visits that CUDA graphs cannot hold."""
     refuse = partial(Refusal.of, "compile.graphs", True)
     off = "or leave it False"
-    if not config.compile.enable or "model" not in config.compile.components:
+    if not config.compile.enable:
         yield refuse("captures compiled layers", f"set --compile.enable, {off}")
     gathers = {
         f"{world_size} ranks": world_size > 1,

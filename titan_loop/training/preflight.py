@@ -208,9 +208,10 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
     if config.compile.graphs:
         problem = "replays CUDA graphs, and there is no CUDA; leave it False"
         yield Refusal.of("compile.graphs", True, problem)
-    if config.profiler.enable_memory_snapshot:
-        problem = "records CUDA allocations, and there is no CUDA; leave it False"
-        yield Refusal.of("profiler.enable_memory_snapshot", True, problem)
+    for name in ("profiler.enable_memory_snapshot", "training.gc_debug"):
+        if attrgetter(name)(config):
+            problem = "records CUDA allocations, and there is no CUDA; leave it False"
+            yield Refusal.of(name, True, problem)
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
