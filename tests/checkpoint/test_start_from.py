@@ -18,6 +18,7 @@ SAVED = {"family": "ouro", "n_layers": 4, "dim": 64, "rope_theta": 1e4}
         ({"n_layers": 8}, StartFrom(), r"n_layers=8 .* or checkpoint\.carry\.upcycle=stacked$"),
         ({"n_layers": 6}, StartFrom(), r"n_layers=6 .* or another parent$"),
         ({"n_layers": 8, "dim": 65}, StartFrom(), r"or another parent$"),
+        ({"branch_factor": 0.5}, StartFrom(), r"gives at model\.recurrent_steps=0\.5 \(check"),
         ({"decode": True}, StartFrom(), r"model\.decode=True \(checkpoint: unknown\)"),
         ({"exit_gate": True}, StartFrom(), r"model\.exit_gate=True \(checkpoint: unknown\)"),
         ({"dim": 65}, StartFrom(keep_initial=["exit_gate.*"]), r"model\.dim=65"),

@@ -4,6 +4,7 @@ No rank trains here, which would import torch: `train` ends each as `endings.py`
 """
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -97,6 +98,9 @@ def test_a_child_waits_for_its_parent_and_falls_with_it(jobs: Jobs, capsys):
     assert jobs.end(first, "first")[:2] == ("CANCELLED", "0")
     third = jobs.submit("0 0", name="third")
     assert jobs.end(jobs.submit("0 0", after=third))[0] == "COMPLETED"
+    shutil.rmtree(os.environ[JOBS_VARIABLE])
+    assert jobs.end(fourth := jobs.submit("0 0"))[0] == "COMPLETED"
+    assert fourth != first  # which the recipe still records
 
 
 def test_a_scheduler_is_found_by_name(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -84,6 +84,13 @@ def test_a_fork_from_a_linked_checkpoint_stands_below_its_run(recipe_folder, tmp
     assert lines[-2].startswith("└─ trial ")
 
 
+def test_a_complete_stage_that_the_recipe_now_trains_for_longer_goes_on(recipe_folder):
+    write_plan(recipe_folder, "mine", [PlannedStage("1a", None, 4000)], flags=["--x"])
+    first, *_, following = status_lines(read_status(recipe_folder))
+    assert first.startswith("1a        25.0% of 4,000 tokens, loss 2.5000, not running")
+    assert following == f"next: titan-loop train mine --dump-folder {recipe_folder} --x"
+
+
 def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
     (RunDirectory(recipe_folder / "1b").checkpoint(1) / "manifest.json").write_text("{ torn")
     first, damaged, *rest, following = status_lines(read_status(recipe_folder))

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.load.mixture_sources import read_cards
+from titan_loop.data.prepare.chat_records import ChatRecords
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard, text_format
 from titan_loop.errors import UserError
@@ -41,6 +43,7 @@ def sources(small_tokenizer, tmp_path_factory) -> Path:
     options = {"tokenizer": tokenizer, "held_out_fraction": 0}
     for name, more in {
         "text": {},
+        "others": {"eos_token": "<|im_end|>"},
         "chatml": {"chat": True},
         "template": {"chat": True, "chat_template": "tokenizer"},
     }.items():
@@ -53,19 +56,30 @@ def test_a_card_keeps_the_template_for_prompts(sources):
     tokenizer = load_tokenizer(sources / "text" / "tokenizer.json")
     text = text_format(cards, tokenizer)
     assert (text.chat_template, text.turn_end) == (TEMPLATE, "<|im_end|>")
+    ends = replace(cards[1], eos_id=2)  # of chats, which their template may end
+    assert text_format([ends, cards[0]], tokenizer) == text
     ids = ChatEncoder(tokenizer, text.template).prompt(ASKED).ids
     assert tokenizer.decode(ids, False) == "[user] 1+1?<|im_end|>[assistant] "
     older = replace(cards[1], chat_template=None, turn_end=None)  # before templates were kept
     assert text_format([older], tokenizer).template == ChatTemplate()
 
 
-def test_sources_with_different_templates_are_not_mixed(sources):
+def test_the_text_that_decides_the_split_has_no_date_of_its_preparation():
+    template = ChatTemplate(text="{{ strftime_now('%Y') }}" + TEMPLATE)
+    conversation = {"question": "1+1?", "answer": "2"}
+    assert ChatRecords(template=template).read(conversation)[0].startswith("2000[user]")
+    assert template.prompt(ASKED).startswith(str(datetime.now().year))
+
+
+def test_sources_with_different_templates_or_ends_are_not_mixed(sources):
     def mixed(*names: str) -> list[SourceCard]:
         return read_cards(parse_mixture([f"{sources / name}=1" for name in names]))
 
     assert len(mixed("text", "template")) == 2
     with pytest.raises(UserError, match=r"/template has another chat template than .*/chatml"):
         mixed("text", "chatml", "template")
+    with pytest.raises(UserError, match=r"/others end in token 2, those of .*/text in token 0: "):
+        mixed("text", "chatml", "others")
 
 
 @pytest.mark.parametrize(

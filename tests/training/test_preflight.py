@@ -203,7 +203,7 @@ COMBINATIONS: list[tuple[Mapping[str, Any], int, str]] = [
         r"=33 of checkpoints 1 steps apart \(with best=True\) may .* keep at least 64, or all",
     ),
     (
-        {**SPIKES, "checkpoint.keep_latest_k": 32},
+        {**SPIKES, "checkpoint.keep_latest_k": 32, "checkpoint.keep_every": 33},  # 66 stays
         1,
         r"=32 of checkpoints 2 steps apart may leave none .*=64; keep at least 33, or all \(0\)",
     ),

@@ -33,9 +33,8 @@ def test_verdict(loss: float, grad_norm: float, stop: bool):
     assert agree_to_stop(stop) is stop
 
 
-def counting(most: int, skipped: list[int]) -> UnreadSteps:
+def counting(counter: NonFiniteSteps, skipped: list[int]) -> UnreadSteps:
     """Return a queue whose steps are counted, and noted in `skipped`."""
-    counter = NonFiniteSteps(most)
 
     def tell(trained: TrainedStep, updated: bool) -> None:
         skipped.extend([] if updated else [trained.step])
@@ -52,7 +51,7 @@ def add(steps: UnreadSteps, step: int, *, finite: bool, stop: bool = False) -> N
 
 def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixture):
     skipped: list[int] = []
-    steps = counting(3, skipped)
+    steps = counting(counter := NonFiniteSteps(3), skipped)
     with caplog.at_level(logging.WARNING):
         for step in range(5):
             add(steps, step, finite=step == 2)
@@ -61,6 +60,10 @@ def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixt
     assert "2 of 3" in caplog.text
     assert "step 4" not in caplog.text
     assert skipped == [0, 1, 3]
+    steps.read(newest=True)  # as before a save
+    resumed = NonFiniteSteps(3)
+    resumed.load_state_dict(counter.state_dict())
+    steps = counting(resumed, skipped)
     add(steps, 5, finite=False)
     assert not steps.read(newest=False)
     with pytest.raises(NonFiniteError, match=r"step 5 \(windows 40 to 47\): 3 steps in a row"):
@@ -69,7 +72,7 @@ def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixt
 
 def test_a_stop_is_heard_one_step_later_and_leaves_nothing_unread():
     skipped: list[int] = []
-    steps = counting(2, skipped)
+    steps = counting(NonFiniteSteps(2), skipped)
     add(steps, 1, finite=True, stop=True)
     assert not steps.read(newest=False)
     add(steps, 2, finite=False)

@@ -13,6 +13,8 @@ from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder, completed_architecture
 
+_DERIVED = {"branch_factor": "the factor that model.branch_scale gives at model.recurrent_steps"}
+
 
 def check_architecture(
     saved: Mapping[str, Any],
@@ -32,7 +34,8 @@ def check_architecture(
         return
     saved, wanted = completed_architecture(saved), completed_architecture(wanted)
     named = [
-        f"model.{name}={wanted.get(name, 'unknown')} (checkpoint: {saved.get(name, 'unknown')})"
+        f"{_DERIVED.get(name, f'model.{name}')}={wanted.get(name, 'unknown')} "
+        f"(checkpoint: {saved.get(name, 'unknown')})"
         for name in {**wanted, **saved}
         if name in differing
     ]

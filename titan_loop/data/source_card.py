@@ -224,11 +224,12 @@ def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return the format of a mixture's text: its first source's ends, its first chats' template."""
-    end_of_text = tokenizer.id_to_token(cards[0].eos_id)
+    """Return the format of a mixture's text: its first text's ends, its first chats' template."""
+    first = next((card for card in cards if not card.has_loss_mask), cards[0])
+    end_of_text = tokenizer.id_to_token(first.eos_id)
     if end_of_text is None:
         raise UserError(
-            f"source {cards[0].name}: its EOS id {cards[0].eos_id} is not in its tokenizer: "
+            f"source {first.name}: its EOS id {first.eos_id} is not in its tokenizer: "
             "restore source.json or prepare the source again"
         )
     begin = None if cards[0].bos_id is None else tokenizer.id_to_token(cards[0].bos_id)

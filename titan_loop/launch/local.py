@@ -44,7 +44,9 @@ class Local:
     def submit(self, script: Path, *, after: str | None, environment: Mapping[str, str]) -> str:
         """Start the process of a job, which outlives this one."""
         self._jobs.mkdir(parents=True, exist_ok=True)
-        job = str(1 + max((int(path.name) for path in self._jobs.iterdir()), default=0))
+        # Not from 1: if the folder was lost, recipes still hold the numbers of its jobs.
+        begin = int(time.time())
+        job = str(1 + max((int(path.name) for path in self._jobs.iterdir()), default=begin))
         (self._jobs / job).mkdir()
         self._write(job, "state", "PENDING")
         command = [sys.executable, "-m", __name__, "job", job, str(script), after or ""]

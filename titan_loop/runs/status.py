@@ -110,7 +110,8 @@ def read_status(folder: Path) -> list[StageStatus]:
         saved, place = SavedRun(run), run.resolve()
         fork = StageStatus(run.name, saved.total_tokens, planned=not plan, position=len(found))
         status = found.setdefault(place, fork)
-        status.command = f"titan-loop train {shlex.quote(str(run))}"
+        if saved.total_tokens >= status.total_tokens:  # else it is the recipe that goes on
+            status.command = f"titan-loop train {shlex.quote(str(run))}"
         _measure(status, saved)
         if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
             parents[place] = _parent_run(saved)
@@ -164,7 +165,7 @@ def _describe(status: StageStatus) -> str:
 
 
 def _measure(status: StageStatus, run: SavedRun) -> None:
-    status.total_tokens = run.total_tokens
+    status.total_tokens = max(status.total_tokens, run.total_tokens)
     status.runs = is_held(run.path / LOCK)
     try:
         newest = run.newest(look_at="manifest")

@@ -42,10 +42,12 @@ class ChatTemplate:
 
     Attributes:
         variables: Special tokens that it may use, such as `bos_token`.
+        now: The time that `strftime_now` tells; None for the real one.
     """
 
     text: str = CHAT_TEMPLATE
     variables: Mapping[str, str] = field(default_factory=dict)
+    now: datetime | None = None
 
     @property
     def has_marks(self) -> bool:
@@ -140,6 +142,7 @@ class ChatTemplate:
                 messages=[turn.message() for turn in conversation.turns],
                 tools=[*conversation.tools] or None,
                 documents=None,
+                strftime_now=(self.now or datetime.now()).strftime,
                 add_generation_prompt=answer_next,
                 **self.variables,
             )
@@ -201,5 +204,4 @@ def _compiled(text: str) -> "Template":
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(text)

@@ -34,6 +34,7 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
     """Read the cards of a mixture's sources; raise `UserError` if they cannot be mixed."""
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
     chats: list[tuple[str, str | None]] = []
+    texts: list[tuple[str, int]] = []
     for entry, card in zip(mixture, cards, strict=True):
         if not _share_ids({mixture[0].path: cards[0], entry.path: card}):
             raise UserError(
@@ -49,6 +50,14 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
             )
         if card.has_loss_mask:
             chats.append((entry.path, card.chat_template))
+        else:  # the answers of chats have an end of their own
+            texts.append((entry.path, card.eos_id))
+    for path, eos_id in texts[1:]:
+        if eos_id != texts[0][1]:
+            raise UserError(
+                f"dataloader.mixture: documents of {path} end in token {eos_id}, those of "
+                f"{texts[0][0]} in token {texts[0][1]}: prepare both with the same --eos-token"
+            )
     for path, template in chats[1:]:
         if template != chats[0][1]:
             raise UserError(

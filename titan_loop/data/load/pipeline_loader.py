@@ -122,15 +122,16 @@ class PipelineLoader(GlobalBatchLoader):
         self._prefetch = False
 
     def read(self, position: Position) -> BatchesRead:
-        """As in the base class, after the windows that are jumped over."""
-        numbers = self.next_windows(position.first_window, position.windows)
-        jumped = int(numbers[-1]) + 1 - position.first_window - position.windows
-        for _ in range(jumped // self._dp_world_size):
-            self._next_window()
+        """As in the base class, without the windows that are jumped over."""
+        ranks = self._dp_world_size
+        own = self.next_windows(position.first_window, position.windows)[::ranks] // ranks
+        self._jumped_before = iter(np.diff(own, prepend=position.first_window // ranks - 1) - 1)
         return super().read(position)
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """Write this rank's next window, whatever its number."""
+        for _ in range(next(self._jumped_before)):
+            self._next_window()
         ids, ends = self._next_window()
         window.fill(ids, ends)
 

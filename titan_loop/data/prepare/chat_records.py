@@ -1,7 +1,8 @@
 """Reading of records as conversations, in a preparation."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
@@ -35,12 +36,14 @@ class ChatRecords:
         Raises as `parse_conversation` and `ChatTemplate.render` do.
         """
         conversation = parse_conversation(record, self.messages_key)
-        text, _ = self.template.render(conversation)
+        # This text decides what is held out or a duplicate, which must not depend on today's date.
+        text, _ = replace(self.template, now=datetime(2000, 1, 1)).render(conversation)
         return text, {_CONVERSATION: conversation.as_json()}
 
     def settings(self) -> dict[str, Any]:
         """Return what a restart must repeat."""
-        return {"chat_template": asdict(self.template), "messages_key": self.messages_key}
+        template = {"text": self.template.text, "variables": dict(self.template.variables)}
+        return {"chat_template": template, "messages_key": self.messages_key}
 
     def on_card(self, tokenizer: "Tokenizer") -> dict[str, Any]:
         """Return the fields of a source's card; `UserError` for a tokenizer that does not fit."""

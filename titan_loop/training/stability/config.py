@@ -55,13 +55,15 @@ class StabilityConfig:
         saved = sorted({interval, best_interval or interval})
         saved = [each for each in saved if each == saved[0] or each % saved[0]]
         needed = 1 + sum(math.ceil((self.window - 1) / each) for each in saved)
+        # Judging starts after a window, so a step kept for ever within it is before every spike.
+        forever = checkpoint.keep_every and math.lcm(checkpoint.keep_every, interval)
         apart = f"{' or '.join(map(str, saved))} steps apart"
         apart += " (with best=True)" if best_interval else ""
         if self.rewinds and not saves:
             problem = "needs checkpoints to go back to, and none are saved"
             fix = "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0"
             yield Refusal.of("stability.rewinds", self.rewinds, problem, fix)
-        elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
+        elif self.rewinds and 0 < kept < needed and not 0 < forever <= self.window:
             problem = f"of checkpoints {apart} may leave none from before the first of the "
             problem += f"spikes within stability.window={self.window}"
             fix = f"keep at least {needed}, or all (0)"

@@ -1,6 +1,8 @@
 """Counts steps skipped because a number was not finite; too many in a row end the run."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from titan_loop.errors import NonFiniteError
 from titan_loop.ranks import warn_together
@@ -32,3 +34,11 @@ class NonFiniteSteps(Callback):
             problem = f"{self._in_a_row} steps in a row had a non-finite loss or gradient"
             fix = "restart from the last checkpoint with a lower learning rate or a smaller R"
             raise NonFiniteError(f"stopped at {where}: {problem}; {fix}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count, so that restarts between skipped steps do not hide a dead run."""
+        return {"non_finite_in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the count; older checkpoints have none."""
+        self._in_a_row = state.get("non_finite_in_a_row", 0)
