@@ -32,6 +32,8 @@ def test_held_out_text_is_scored_at_six_depths_and_may_have_to_beat_a_baseline(
         ("--tasks ,", "no task was named"),
         ("--limit 3", "limit=3 has no effect on held-out text; leave it out, or name other tasks"),
         ("--tasks held_out --kv-cache last", "kv_cache=last has no effect on held-out text"),
+        ("--tasks mano --windows 2", "windows=2 has no effect without held-out text; leave it out"),
+        ("--tasks mano,multi_hop --seq-len 9", "seq_len=9 has no effect without held-out text"),
     ],
 )
 def test_flags_that_do_not_go_together(text_run: Path, capsys, words: str, message: str):

@@ -1,6 +1,7 @@
 """`titan-loop generate` end to end, in this process."""
 
 import io
+import json
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from titan_loop.inference.loading import load_checkpoint, load_matching_tokenize
 from titan_loop.inference.rows import text_requests
 from titan_loop.text.chat_encoding import ChatEncoder
 from titan_loop.text.chat_template import ChatTemplate
+from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.conversation import Conversation, Turn
 
 NEW = ("--max-new-tokens", "12")
@@ -134,7 +136,7 @@ def test_mistakes_are_one_line(capsys, trained_run, flags, message):
     assert message in error
 
 
-def test_what_ended_a_completion_and_what_chats_are_worth_is_said(capsys, trained_run):
+def test_what_ended_a_completion_and_what_chats_are_worth_is_said(capsys, trained_run, own_run):
     _, err = generate(capsys, trained_run, "--prompt", "a", "--max-new-tokens", "40")
     assert "[ended at the context of" not in err
     _, err = generate(
@@ -143,6 +145,11 @@ def test_what_ended_a_completion_and_what_chats_are_worth_is_said(capsys, traine
     assert "[ended at the context of 9 tokens, by default the trained window; --context" in err
     _, err = generate(capsys, trained_run, "--prompt", "Hello", "--chat", *NEW)
     assert "[this model was not trained on conversations" in err
+    path = own_run / "config.json"  # of a model whose turns end as its documents do
+    text = {"chat_template": CHAT_TEMPLATE}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text": text}))
+    _, err = generate(capsys, own_run, "--prompt", "Hello", "--chat", *NEW)
+    assert "conversations" not in err
 
 
 def test_an_empty_prompt_begins_a_text(capsys, trained_run):

@@ -123,7 +123,7 @@ def test_python_that_task_files_name_runs_only_with_consent(own_run: Path, tmp_p
 
 
 def test_a_group_without_a_mean_has_its_members(own_run: Path, tmp_path: Path):
-    """Each with its own mean steps; and more documents replace fewer, whatever `windows` is."""
+    """Each with its own mean steps; and more documents replace fewer."""
     choice = "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['1', 'bb']\n"
     choice += "doc_to_target: 1\nmetric_list:\n  - metric: acc\n"
     for name, text in (("a", "1+1="), ("b", "xyz")):
@@ -131,8 +131,8 @@ def test_a_group_without_a_mean_has_its_members(own_run: Path, tmp_path: Path):
     (tmp_path / "own.yaml").write_text("group: own\ntask: [a, b]\n")
     own = {"include_path": tmp_path, "exit": "confidence:0.03"}
     asked = {}
-    for tasks, limit, windows in (("a,b", 1, 64), ("own", None, 16)):
-        options = TaskOptions(tasks=(tasks,), limit=limit, windows=windows, **own)
+    for tasks, limit in (("a,b", 1), ("own", None)):
+        options = TaskOptions(tasks=(tasks,), limit=limit, **own)
         asked[tasks] = evaluate_tasks(own_run, options).tasks
     assert asked["a,b"].keys() == asked["own"].keys() == {"a", "b"}
     steps = [[each.mean_steps for each in asked[t][n].values()] for n in "ab" for t in asked]

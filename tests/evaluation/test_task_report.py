@@ -99,6 +99,8 @@ def test_a_smaller_sample_replaces_nothing_and_a_task_that_works_failed_no_more(
         report = TaskReport.load(asked(settings).save(run))
         assert report.tasks["held_out/code"]["static:1"].settings == kept
     assert report.failures == {"mano": "gone"}
+    failed = replace(report, kv_cache="last", tasks={}, failures={"mano": "lost"})
+    assert TaskReport.load(failed.save(run)) == replace(report, failures=failed.failures)
     assert "replaced all results" not in caplog.text
     replace(report, kv_cache="last").save(run)
     assert "replaced all results, which were of kv_cache=full" in caplog.text

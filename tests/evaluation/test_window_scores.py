@@ -98,7 +98,8 @@ def test_the_held_out_text_of_a_run_or_of_sources_that_are_named(
     text_run: Path, source: Path, monkeypatch
 ):
     run = SavedRun.open(text_run)
-    (named,) = open_run(run, count=2, sources=(source.name,), seq_len=SEQ_LEN // 2).values()
+    twice = open_run(run, count=2, sources=(source.name, source.name), seq_len=SEQ_LEN // 2)
+    named = twice[source.name]
     assert named.input.shape == (2, SEQ_LEN // 2)
     with pytest.raises(UserError, match=r"--sources source_ is neither .*; nearest: source"):
         open_run(run, count=2, sources=("source_",))

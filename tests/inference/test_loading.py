@@ -34,6 +34,13 @@ def test_run_and_checkpoint_give_the_saved_weights(trained_run, weights):
         assert loaded.model.config.max_seq_len == CONTEXT
 
 
+def test_a_context_beyond_the_trained_window_is_said(trained_run, caplog):
+    load_checkpoint(trained_run, context_tokens=CONTEXT + 1)
+    assert not caplog.messages
+    load_checkpoint(trained_run, context_tokens=CONTEXT + 2)
+    assert "longer than the trained window of 48" in caplog.text
+
+
 def test_gate_and_rotations_stay_wide_in_half_precision(trained_run):
     loaded = load_checkpoint(trained_run, dtype=torch.bfloat16, context_tokens=16)
     dtypes = {name: value.dtype for name, value in loaded.model.named_parameters()}

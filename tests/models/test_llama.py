@@ -1,5 +1,6 @@
 """Llama blocks, looped: against a float64 reference, and against the dense model they unroll to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,9 @@ def test_dense_blocks_have_every_kind_of_positions(kind):
     swapped = ids[:, [1, 0, *range(2, 12)]]
     first, turned = (model(each).hidden_RBLD[-1][0, -1] for each in (ids, swapped))
     assert ((first - turned).abs().max() < 1e-9) == (kind == "none")
+    if kind == "bias":  # a large one decides which key is read, at any scale of the scores
+        model.layers["0"].attention.distance_scores.bias.copy_(-99.0 * (torch.arange(17) != 1))
+        scaled = build_decoder(replace(options, attention_scale=1e-6), max_seq_len=32).double()
+        scaled.load_state_dict(model.state_dict())
+        one, other = (each(ids).hidden_RBLD[-1][:, 1:] for each in (model, scaled))
+        torch.testing.assert_close(one, other)

@@ -79,6 +79,17 @@ def test_a_run_with_a_pipeline_has_the_pipelines_tokenizer(old_run: Path, tmp_pa
         run.tokenizer()
 
 
+def test_plain_text_leaves_a_chat_model_its_template(old_run: Path, tmp_path: Path):
+    parent = shutil.copytree(old_run, tmp_path / "parent")
+    chats = {"end_of_text": "</s>", "chat_template": "{{ messages }}", "end_tokens": ["</s>"]}
+    edit_config(parent, text=chats)
+    edit_config(old_run, checkpoint={"carry": {"parent": str(parent)}})
+    run = SavedRun(old_run)
+    text = run.text_format(Tokenizer.from_file(str(run.tokenizer().path)))
+    assert (text.chat_template, text.end_of_text) == ("{{ messages }}", "<|endoftext|>")
+    assert text.end_tokens == ("</s>", "<|endoftext|>")  # a turn, and a document, end with
+
+
 def test_run_and_checkpoint_open_the_same_run(old_run: Path, tmp_path: Path):
     by_checkpoint = SavedRun.open(old_run / "checkpoints" / "step-2")
     assert by_checkpoint.path == SavedRun.open(old_run).path == old_run

@@ -58,7 +58,7 @@ def test_a_completion_is_what_the_engine_writes_and_its_steps_are_told(server, c
     (model,) = client.models.list().data
     assert (model.id, model.recurrent_steps, model.most_recurrent_steps) == ("run", 2, 4)
     assert client.models.retrieve("run") == model
-    answer = client.completions.create(prompt=PROMPT, max_tokens=12, **GREEDY)
+    answer = client.completions.create(prompt=[PROMPT], max_tokens=12, **GREEDY)
     whole = expected(server)
     assert answer.choices[0].text == whole.text
     assert answer.choices[0].finish_reason == "length"

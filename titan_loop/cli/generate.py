@@ -155,7 +155,7 @@ class _Session:
         if generation.chat:
             text = loaded.run.text_format(self.tokenizer)
             self.encoder = ChatEncoder(self.tokenizer, text.template)
-            if text.turn_end is None:
+            if text.chat_template is None:
                 self._note(
                     "this model was not trained on conversations: it continues the text of the chat"
                 )

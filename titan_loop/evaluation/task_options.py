@@ -21,6 +21,8 @@ _DEPTH_SUITE_STEPS = tuple(range(1, 9))
 
 _OF_TASKS = ("num_fewshot", "limit", "apply_chat_template", "kv_cache", "prefill_steps")
 """Options that held-out text does not read."""
+_OF_TEXT = ("windows", "sources", "seq_len")
+"""Options that only held-out text reads, and the sample of a frontier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +106,11 @@ class TaskOptions:
     def check(self, *, frontier: bool = False) -> None:
         """Raise `UserError` for values that cannot work, before anything is loaded."""
         # These import torch, which takes seconds.
+        from titan_loop.evaluation.offline_tasks import HELD_OUT
         from titan_loop.evaluation.readings import depth_readings, policy_reading
         from titan_loop.inference.cache import cache_strategy
         from titan_loop.text.tokenizer import load_tokenizer
 
-        self.suite_tasks()
         if self.depths:
             depth_readings(self.depths)
         policy_reading(self.exit, self.recurrent_steps or 10**6)  # the trained R is not known yet
@@ -135,12 +137,15 @@ class TaskOptions:
                 f"recurrent_steps={self.recurrent_steps} has no effect with "
                 f"depths={list(self.depths)}; leave one of them out"
             )
-        if {*self._names} == {"held_out"}:
-            for name in _OF_TASKS:
-                if (value := getattr(self, name)) != getattr(TaskOptions, name):
-                    raise UserError(
-                        f"{name}={value} has no effect on held-out text; leave it out, or name "
-                        "other tasks"
-                    )
+        asked = {task.name for task in self.suite_tasks()}
+        if asked == {HELD_OUT}:
+            self._require_unset(_OF_TASKS, "on held-out text", "name other tasks")
+        elif HELD_OUT not in asked and not frontier:
+            self._require_unset(_OF_TEXT, "without held-out text", f"add {HELD_OUT} to tasks")
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"include_path={self.include_path} is not a folder")
+
+    def _require_unset(self, names: Sequence[str], where: str, fix: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) != getattr(TaskOptions, name):
+                raise UserError(f"{name}={value} has no effect {where}; leave it out, or {fix}")

@@ -159,7 +159,8 @@ class TaskReport:
         merged = self
         if path.exists():
             before = TaskReport.load(path)
-            if (before.manifest_sha256, before.kv_cache) == (self.manifest_sha256, self.kv_cache):
+            alike = before.kv_cache == self.kv_cache or not self.tasks  # a failure costs no result
+            if alike and before.manifest_sha256 == self.manifest_sha256:
                 merged = before._with(self, path)
             else:
                 logger.warning(

@@ -116,7 +116,7 @@ def open_run(
             f"{run.path} was imported, or trained on a pipeline or generated data: it has no "
             "held-out text; name prepared sources with --sources"
         )
-    chosen = [own.get(name, name) for name in sources] or list(own.values())
+    chosen = [*dict.fromkeys(own.get(name, name) for name in sources)] or list(own.values())
     for path in chosen if sources else ():
         if "://" not in path and not Path(path).is_dir():
             raise UserError(

@@ -1,5 +1,6 @@
 """From a checkpoint to something that generates: the model and its tokenizer."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,8 @@ from titan_loop.text.tokenizer import TURN_END, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,11 @@ def load_checkpoint(
     context = run.seq_len if context_tokens is None else context_tokens
     if context < 2:
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
+    if context > run.seq_len + 1:  # a window and the token after it
+        logger.warning(
+            f"{run.path}: the context of {context} tokens is longer than the trained window of "
+            f"{run.seq_len}, beyond which nothing was trained"
+        )
     model = load_model(checkpoint.path, options, max_seq_len=context, ema=ema)
     return Loaded(
         model=placed(model, device=device, dtype=dtype),

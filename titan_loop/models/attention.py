@@ -6,7 +6,7 @@ FlexAttention.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
@@ -257,7 +257,9 @@ class LoopAttention(GQAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         scores = config.distance_scores
-        self.distance_scores = None if scores is None else scores.build()
+        self.distance_scores = (
+            None if scores is None else replace(scores, scale=config.scale).build()
+        )
         self.keys_start_as_queries = config.keys_start_as_queries
         self.gate = None if config.gate is None else config.gate.build()
         if config.q_norm is not None and config.k_norm is not None:

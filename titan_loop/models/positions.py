@@ -170,6 +170,7 @@ class DistanceScores(LookUp, Module):
         window: int
         head_dim: int
         n_heads: int
+        scale: float | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -234,11 +235,11 @@ class BiasScores(DistanceScores):
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
         self.bias = nn.Parameter(torch.empty(config.n_heads, config.window + 1))
-        self.head_dim = config.head_dim
+        self.factor = config.head_dim**0.5 if config.scale is None else 1 / config.scale
 
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
-        """Return (B, N, L, S) scores before they are scaled, by 1/sqrt(H)."""
-        scores_BNLS = (self.bias[:, distance_BLS] * self.head_dim**0.5).transpose(0, 1)
+        """Return (B, N, L, S) scores before they are scaled, which the factor undoes."""
+        scores_BNLS = (self.bias[:, distance_BLS] * self.factor).transpose(0, 1)
         return scores_BNLS.to(q_BLNH.dtype).expand(len(q_BLNH), -1, -1, -1)
 
 

@@ -234,7 +234,10 @@ class SavedRun:
                 begin_of_text=None if bos is None else tokenizer.id_to_token(bos),
             )
         cards = self._cards()
-        return text_format([*cards.values()], tokenizer) if cards else TextFormat()
+        text = text_format([*cards.values()], tokenizer) if cards else TextFormat()
+        if text.chat_template is None and self.parent is not None and self.parent.is_dir():
+            return text.with_chats_of(SavedRun.open(self.parent).text_format(tokenizer))
+        return text
 
     def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
         """Return the tokenizer of the data, or a given `tokenizer.json` of the same ids."""

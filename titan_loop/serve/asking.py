@@ -204,6 +204,8 @@ def _depth(fields: _Fields, before: RowSettings) -> RowSettings:
 
 
 def _prompt(given: str | list[Any]) -> str | list[int]:
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        given = given[0]  # clients that batch send lists
     if isinstance(given, list) and not (given and all(type(token) is int for token in given)):
         raise RefusedError("prompt must be one text, or one list of token ids", "prompt")
     return given

@@ -9,7 +9,7 @@
 
 `input` or `context` follows a question after an empty line; `history` is pairs of earlier questions
 and answers; `system` or `system_prompt` becomes the first turn, and `tools` or `functions` are what
-the assistant may call. A rejected answer, or a record whose `label` is false, is not read.
+the assistant may call. A rejected answer, or a record whose `label` is false or 0, is not read.
 A message has `role` or `from` and `content` or `value`: a string, or parts of text.
 """
 
@@ -45,6 +45,7 @@ _SYSTEM_PROMPTS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
 _WEIGHTS = ("weight", "loss_weight", "loss", "train", "training")
 _LABELS = ("label", "kto_tag")
+_NO = ("false", "0", "0.0")  # CSV writes words, and a column with gaps fractions
 _NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 _QUESTIONS_AND_ANSWERS = dict.fromkeys(name for pair in _PAIRS for name in pair)
 CONVERSATION_FIELDS = (
@@ -186,8 +187,8 @@ def parse_conversation(record: Mapping[str, Any], messages_key: str | None = Non
                 raise TypeError(f"{name!r} and the first message are two system prompts")
             turns = [system, *turns]
     tools = next((_tools(record[name], name) for name in _TOOLS if record.get(name)), ())
-    if (name := next((n for n in _LABELS if _says(record, n, "false")), None)) is not None:
-        raise RejectedError(f"{name!r} is false: its answer is a bad one")
+    if (name := next((n for n in _LABELS if str(record.get(n)).lower() in _NO), None)) is not None:
+        raise RejectedError(f"{name!r} is {record[name]}: its answer is a bad one")
     if not any(turn.is_target for turn in turns):
         raise ValueError("no assistant turn with text or a call to train on")
     return Conversation(tuple(turns), tools).mapped(_encodable)
@@ -365,11 +366,6 @@ def _string(value: Any, name: str) -> str:
 def _present(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """Return the first of the fields that has a value; tables give absent ones as None."""
     return next((name for name in names if record.get(name) is not None), None)
-
-
-def _says(record: Mapping[str, Any], name: str, word: str) -> bool:
-    """Return whether a field is true or false, which CSV writes as a word."""
-    return str(record.get(name)).lower() == word
 
 
 def _names(record: Mapping[str, Any]) -> str:

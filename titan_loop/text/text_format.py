@@ -48,6 +48,15 @@ class TextFormat:
             end_tokens=(),
         )
 
+    def with_chats_of(self, parent: "TextFormat") -> "TextFormat":
+        """Return the same documents, with the conversations that a parent knows, if any."""
+        if parent.chat_template is None:
+            return self
+        ends = parent.end_tokens or (parent.turn_end, parent.end_of_text)
+        both = dict.fromkeys(token for token in (*ends, self.end_of_text) if token is not None)
+        own = {"end_of_text": self.end_of_text, "begin_of_text": self.begin_of_text}
+        return replace(parent, **own, end_tokens=tuple(both))
+
     def without_chats(self) -> "TextFormat":
         """Return the same documents, without conversations."""
         return TextFormat(end_of_text=self.end_of_text, begin_of_text=self.begin_of_text)

@@ -20,7 +20,8 @@ def test_training_reads_every_format(jsonl, tmp_path):
     archive.write_bytes(gzip.compress(jsonl.read_bytes()))
     expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
     for inputs in (archive, folder):
-        path = train_tokenizer(inputs, vocab_size=300, output=tmp_path / "1", pattern=["*.md"])
+        output = tmp_path / f"{inputs.name}.json"
+        path = train_tokenizer(inputs, vocab_size=300, output=output, pattern=["*.md"])
         assert path.read_bytes() == expected
     other = train_tokenizer(folder, vocab_size=300, output=tmp_path / "2")
     assert other.read_bytes() != expected
@@ -50,7 +51,9 @@ def test_a_few_bad_records_are_dropped_and_counted(jsonl, tmp_path, caplog):
     assert made.read_bytes() == expected
     assert "dropped 1 malformed of 5 records" in caplog.text
     with pytest.raises(UserError, match=r"1 of 5 records are malformed .* --max-malformed 0.1 all"):
-        train_tokenizer(bad, vocab_size=300, output=tmp_path / "1", max_malformed=0.1)
+        train_tokenizer(bad, vocab_size=300, output=tmp_path / "2", max_malformed=0.1)
+    with pytest.raises(UserError, match=r"output .*1 exists already: give another path"):
+        train_tokenizer(jsonl, vocab_size=259, output=tmp_path / "1")
 
 
 WORDS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])

@@ -193,10 +193,11 @@ ROWS: Rows = {
             {"prompt": "1+1?", "completion": "3", "label": False},
             {"prompt": "1+1?", "completion": "2", "label": True},
             {"prompt": "1+1?", "completion": "3", "label": "False"},
+            {"prompt": "1+1?", "completion": "3", "label": 0},
             *_messages(_user(), _says("3"), label=False),
             *_messages(_user(), _says("3"), kto_tag=False),
         ],
-        dropped={"rejected": 4},
+        dropped={"rejected": 5},
     ),
     # Chats: messages and targets
     "tool_calls": _chat(
