@@ -118,6 +118,25 @@ def test_every_model_type_has_a_case():
     assert not MODEL_TYPES.keys() & NOT_DENSE.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "window"),
+    [
+        ("qwen2", {"max_window_layers": 2}, {}),  # as in the released models
+        ("qwen3", {"max_window_layers": 2}, {}),
+        ("smollm3", {}, {}),
+        (
+            "smollm3",
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            {"window": WINDOW, "windowed_layers": (3,), "window_rope_theta": None},
+        ),
+    ],
+)
+def test_use_sliding_window_turns_a_window_off_as_in_their_class(name, own, window):
+    off = {"sliding_window": WINDOW, "use_sliding_window": False}
+    options = MODEL_TYPES[name].read({**SHAPE, **off, **own})
+    assert {key: value for key, value in options.items() if "window" in key} == window
+
+
 @torch.no_grad()
 def test_logits_are_theirs_for_whole_padded_and_packed_windows(imported):
     want = imported.theirs(IDS).logits

@@ -3,6 +3,7 @@
 import pytest
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
 from titan_loop.families.ouro.model import OuroOptions
@@ -65,3 +66,18 @@ def test_steps_without_backward_run_forward_only():
     assert 3 * truncated == (2 + 2 * 3) * step + (2 * 2 + 2 * 3) * outside
     whole = config.training_flops(SEQ_LEN, 4).total
     assert config.training_flops(SEQ_LEN, 4, backward_steps=9).total == whole
+
+
+@pytest.mark.parametrize("positions", ["relative", "deberta", "bias"])
+def test_tables_of_distances_count_as_matrices(positions: str):
+    """The products that torch counts in a head's scores, forward and backward."""
+    options = OuroOptions(positions=positions, relative_window=8, recurrent_steps=1)
+    config = decoder_config(options, max_seq_len=16)
+    plain = decoder_config(OuroOptions(recurrent_steps=1), max_seq_len=16)
+    scores = config.layers[0].attention.distance_scores
+    heads = torch.zeros(1, 16, scores.n_heads, scores.head_dim, requires_grad=True)
+    distance = torch.zeros(1, 16, 16, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counted:
+        scores.build()(heads, heads, distance).sum().backward()
+    more = config.training_flops(16, 1).total - plain.training_flops(16, 1).total
+    assert more == len(config.layers) * counted.get_total_flops() / 16

@@ -71,6 +71,8 @@ VALUES: list[tuple[str, Any, str]] = [
         DenseOptions(scale_embeddings=True, embedding_scale=2.0),
         r"embedding_scale=2\.0 has no effect with model\.scale_embeddings=True",
     ),
+    ("model", DenseOptions(windowed_layers=(0,)), r"window=None must be set with .*windowed_la"),
+    ("model", DenseOptions(qk_norm="all", norm_offset=True), "qk_norm=all does not work with mod"),
     (
         "model",
         DenseOptions(positions="none", window=8, window_rope_theta=1e4),

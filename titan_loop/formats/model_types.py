@@ -38,13 +38,13 @@ def _every_layer(fields: Fields, layers: int) -> Window:
 def _later_layers(fields: Fields, layers: int) -> Window:
     first = fields("max_window_layers")
     windowed = _kinds(fields, layers, lambda layer: layer >= first)
-    return (_window(fields) if fields.flag("use_sliding_window") else None), windowed
+    window = _window(fields)  # released models have one that the flag turns off
+    return (window if fields.flag("use_sliding_window") else None), windowed
 
 
 def _unrotated_layers(fields: Fields, layers: int) -> Window:
-    without = _unrotated(fields, {"n_layers": layers})
-    windowed = _kinds(fields, layers, lambda layer: layer in without)
-    return (_window(fields) if fields.flag("use_sliding_window") else None), windowed
+    without = _unrotated(fields, {"n_layers": layers}) if fields.flag("use_sliding_window") else ()
+    return _window(fields), _kinds(fields, layers, lambda layer: layer in without)
 
 
 def _unless_every(period: int) -> Callable[[Fields, int], Window]:
@@ -177,7 +177,6 @@ _GEMMA_PAIRS = (
         ),
         _scalar,
     ),
-    _cap("attn_logit_softcapping", "attention_softcap"),
     _cap("final_logit_softcapping", "logit_softcap"),
 )
 _GEMMA: Mapping[str, Any] = {
@@ -243,7 +242,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "gemma2": ModelType(
         architecture="Gemma2ForCausalLM",
         constants=_GEMMA,
-        pairs=_GEMMA_PAIRS,
+        # Gemma 3's class has the field and does not apply it.
+        pairs=(*_GEMMA_PAIRS, _cap("attn_logit_softcapping", "attention_softcap")),
         defaults={
             **_BASE,
             **_GEMMA_DEFAULTS,

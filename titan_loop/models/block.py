@@ -100,7 +100,9 @@ class DenseBlock(TransformerBlock):
             assert isinstance(self.attention, LoopAttention.Config)
             dim, (queries, keys) = self.attention.dim, self.attention.widths
             gate = 0 if self.attention.gate is None else dim * queries
-            return 2 * dim * (queries + keys) + gate
+            scores = self.attention.distance_scores
+            tables = 0 if scores is None else scores.matrix_elements
+            return 2 * dim * (queries + keys) + gate + tables
 
     def __init__(self, config: Config) -> None:
         super().__init__()

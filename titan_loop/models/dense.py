@@ -131,9 +131,9 @@ class BlockOptions(LlamaOptions):
 
     def canonical(self) -> dict[str, Any]:
         """Return the rotary base, and the layers with a window one by one."""
-        layers = range(self.n_layers or 0) if self.windowed_layers is None else self.windowed_layers
-        windowed = () if self.window is None else tuple(layers)
-        return {**LlamaOptions.canonical(self), "windowed_layers": windowed}
+        every = range(0 if self.window is None else self.n_layers or 0)
+        windowed = every if self.windowed_layers is None else self.windowed_layers
+        return {**LlamaOptions.canonical(self), "windowed_layers": tuple(windowed)}
 
     def check_heads(self, shape: ModelSize) -> None:
         """As in the base class; the heads' own width need not divide D."""
@@ -177,6 +177,9 @@ def _refusals(options: BlockOptions, shape: ModelSize) -> Iterator[Refusal]:
         yield Refusal.of("model.window", None, "must be set with model.windowed_layers")
     if options.window_rope_theta is not None and options.window is None:
         yield Refusal.of("model.window", None, "must be set with model.window_rope_theta")
+    if options.qk_norm == "all" and options.norm_offset:
+        problem = "does not work with model.norm_offset=True"
+        yield Refusal.of("model.qk_norm", "all", problem, "use head")
     width = head_dim(options, shape)
     if options.rotary_dim is not None and (options.rotary_dim > width or options.rotary_dim % 2):
         fix = f"must be even and at most a head's {width}"

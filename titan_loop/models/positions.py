@@ -16,7 +16,7 @@ checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -172,6 +172,14 @@ class DistanceScores(LookUp, Module):
         n_heads: int
         scale: float | None = None
 
+        products: ClassVar[int] = 1
+        """Products of a head with a table: of its queries, and of its keys."""
+
+        @property
+        def matrix_elements(self) -> int:
+            """Number of weights that a token's heads are multiplied by."""
+            return self.products * self.n_heads * self.head_dim * (self.window + 1)
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.window + 1, config.head_dim))
@@ -199,7 +207,7 @@ class DebertaScores(DistanceScores):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        pass
+        products: ClassVar[int] = 2
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -230,7 +238,7 @@ class BiasScores(DistanceScores):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        pass
+        products: ClassVar[int] = 0
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)

@@ -137,11 +137,15 @@ def test_llama_cpp_has_heads_of_their_own_width_for_some(make_run, tmp_path, cap
 
 @pytest.mark.parametrize(
     "block",
-    [{"logit_softcap": 2.0}, {**BLOCKS["gemma2"], "attention_scale": 0.3}],
-    ids=["logit_softcap", "attention_scale"],
+    [
+        {"logit_softcap": 2.0},
+        {**BLOCKS["gemma2"], "attention_scale": 0.3},
+        {**BLOCKS["gemma3"], "attention_softcap": 2.0},
+    ],
+    ids=["logit_softcap", "attention_scale", "attention_softcap"],
 )
 def test_layers_that_no_dense_model_has_are_refused(make_run, tmp_path, capsys, block):
-    """transformers 5 reads Gemma's scale as an integer, 1 / scale²."""
+    """transformers 5 reads Gemma's scale as an integer; Gemma 3's class ignores attention's cap."""
     words = ["convert", "export", make_run(recurrent_steps=1, **block).run, "--output"]
     words += [tmp_path / "out", "--to", "llama-unrolled", "--no-tokenizer"]
     assert cli.main([*map(str, words)]) == 2
