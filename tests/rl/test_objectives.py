@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from titan_loop.rl.objectives import (
     clipped_loss,
@@ -24,10 +25,17 @@ def test_advantages_are_of_the_group_and_0_without_spread():
         mean = sum(group) / 4
         spread = math.sqrt(sum((each - mean) ** 2 for each in group) / 3)
         wanted.append([(each - mean) / spread if spread else 0.0 for each in group])
-    torch.testing.assert_close(group_advantages(reward_PG), torch.tensor(wanted).double())
-    assert has_spread(reward_PG).tolist() == [True, False, True]
+    # With answers that nobody judged beside them, which count in no mean.
+    for unjudged in (0, 2):
+        padded_PG = F.pad(reward_PG, (0, unjudged), value=9.0)
+        judged_PG = F.pad(torch.ones_like(reward_PG, dtype=torch.bool), (0, unjudged))
+        found_PG = group_advantages(padded_PG, judged_PG)
+        torch.testing.assert_close(found_PG[:, :4], torch.tensor(wanted).double())
+        assert not found_PG[:, 4:].any()
+        assert has_spread(padded_PG, judged_PG).tolist() == [True, False, True]
+    assert not group_advantages(reward_PG, torch.zeros_like(reward_PG, dtype=torch.bool)).any()
     rounded_PG = torch.full((1, 6), 1 - 1 / 3, dtype=torch.float64)  # not their mean
-    assert not group_advantages(rounded_PG).any()
+    assert not group_advantages(rounded_PG, torch.ones(1, 6, dtype=torch.bool)).any()
 
 
 def test_weights_normalise_by_answer_group_or_batch():

@@ -20,7 +20,8 @@ def test_the_loss_is_trls(normaliser, kind):
     mask = (torch.arange(LONGEST) < length_PG.view(-1, 1)).int()
     old = -torch.rand(rows, LONGEST).double() * 3
     log_prob = (old + torch.randn(rows, LONGEST) * 0.3).requires_grad_()  # some are clipped
-    advantage_PG = group_advantages(torch.randint(0, 3, (PROMPTS, ANSWERS)).double())
+    reward_PG = torch.randint(0, 3, (PROMPTS, ANSWERS)).double()
+    advantage_PG = group_advantages(reward_PG, length_PG > 0)
 
     weight = token_weights(length_PG, normaliser).view(-1, 1) * mask
     token = clipped_loss(log_prob, old, advantage_PG.view(-1, 1), clip_low=0.2, clip_high=0.28)

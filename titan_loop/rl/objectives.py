@@ -13,20 +13,25 @@ from torch import Tensor
 Normaliser: TypeAlias = Literal["sequence", "group", "batch"]
 
 
-def group_advantages(reward_PG: Tensor) -> Tensor:
+def group_advantages(reward_PG: Tensor, judged_PG: Tensor) -> Tensor:
     """Return (r − mean r) / std r of each group, (P, G); 0 in a group whose rewards are equal.
 
+    Answers that were not judged have 0, and count in neither mean nor std.
     Source: GRPO, §4.1.2. std is the unbiased estimate, as in TRL; the paper does not say.
     """
-    centred_PG = reward_PG - reward_PG.mean(dim=-1, keepdim=True)
-    spread_P1 = reward_PG.std(dim=-1, keepdim=True)
+    told_PG = reward_PG.masked_fill(~judged_PG, torch.nan)
+    centred_PG = told_PG - told_PG.nanmean(dim=-1, keepdim=True)
+    judged_P1 = judged_PG.sum(dim=-1, keepdim=True)
+    spread_P1 = (centred_PG.square().nansum(dim=-1, keepdim=True) / (judged_P1 - 1)).sqrt()
     # Equal rewards differ from their mean by rounding.
-    return torch.where(has_spread(reward_PG).unsqueeze(-1), centred_PG / spread_P1, 0.0)
+    learns_PG = judged_PG & has_spread(reward_PG, judged_PG).unsqueeze(-1)
+    return torch.where(learns_PG, centred_PG / spread_P1, 0.0)
 
 
-def has_spread(reward_PG: Tensor) -> Tensor:
+def has_spread(reward_PG: Tensor, judged_PG: Tensor) -> Tensor:
     """Return which groups have different rewards, (P,): the others teach nothing (DAPO, Eq. 11)."""
-    return reward_PG.amax(dim=-1) > reward_PG.amin(dim=-1)
+    most_P = reward_PG.masked_fill(~judged_PG, -torch.inf).amax(dim=-1)
+    return most_P > reward_PG.masked_fill(~judged_PG, torch.inf).amin(dim=-1)
 
 
 def token_weights(length_PG: Tensor, normaliser: Normaliser) -> Tensor:

@@ -95,6 +95,11 @@ class Group:
     price_G: Tensor
     judged_G: Tensor
 
+    @property
+    def has_spread(self) -> bool:
+        """Whether the answers that were judged have different rewards."""
+        return bool(has_spread(self.reward_G, self.judged_G))
+
 
 class RolloutLoader(TaskLoader):
     """Reads a task's prompts, and answers that the model in training writes to them.
@@ -282,7 +287,8 @@ class RolloutLoader(TaskLoader):
         own_share = length_PG.sum() if config.normaliser == "batch" else torch.tensor(len(groups))
         # No token counts where the verifier failed on every answer of the batch.
         weight_PG = weight_PG * own_share / max(self._writer.sum_over_ranks(own_share), 1.0)
-        advantage_PG = group_advantages(torch.stack([group.reward_G for group in groups]))
+        reward_PG = torch.stack([group.reward_G for group in groups])
+        advantage_PG = group_advantages(reward_PG, judged_PG)
         # Not in the reward: where all answers are equally right, dividing by the spread would make
         # the smallest price as strong as the answers' rewards are elsewhere.
         price_PG = torch.stack([group.price_G for group in groups])
@@ -312,7 +318,7 @@ class RolloutLoader(TaskLoader):
         waiting = [*numbers]
         for attempt in range(self._config.redraws + 1):
             found |= self._answered(waiting, attempt)
-            waiting = [n for n in waiting if not has_spread(found[n].reward_G)]
+            waiting = [n for n in waiting if not found[n].has_spread]
             if not waiting:
                 break
         return [found[number] for number in numbers]
@@ -413,7 +419,7 @@ class RolloutLoader(TaskLoader):
             "rl/reward": (reward_PG - price_PG).mean().item(),
             "rl/reward_spread": reward_PG.std(dim=-1).mean().item(),
             "rl/score": torch.stack([group.score_G for group in groups]).mean().item(),
-            "rl/groups_without_spread": 1 - has_spread(reward_PG).double().mean().item(),
+            "rl/groups_without_spread": sum(not each.has_spread for each in groups) / len(groups),
             "rl/answer_tokens": len(steps) / len(answers),
             "rl/engine_exit_step": sum(steps) / len(steps),
             "rl/failed_verdicts": float(self._failures),
