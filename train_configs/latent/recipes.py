@@ -224,7 +224,7 @@ def latent_small() -> Recipe:
     A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
     The `eased` ones have two changes that let every seed learn sums: initial embeddings in which
     names stand out (`by_rows`), and many leaves of the first stage that are 0. The `longer` one
-    reads twice as many graphs, since `eased_end_to_end` still learns when it ends.
+    reads twice as many graphs: `eased_end_to_end` still learns when it ends.
     """
     discrete = LatentOptions(size="small", relative_window=16, **SMALL_INITIAL)
     eased = replace(discrete, initial_weights="by_rows")

@@ -62,7 +62,7 @@ CLAIMS = [
             is_test=share > 25,
         )
         for share, note in (
-            (25, "judged after the runs: all arms answer 12 %"),
+            (25, "judged after the runs: all arms answer 12 %, and 13 % at half the rate"),
             (
                 50,
                 "no question visits the people of one trained on; all arms at one rate, untuned; "
