@@ -107,10 +107,12 @@ def test_random_recurrent_steps_and_dropout_are_drawn_again_on_resume(source, tm
     assert max(whole) <= 5
 
 
-def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_path):
+def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_path, capfd):
     first = tiny_config(source, tmp_path / "run", steps=STEPS)
     first.training.steps = 4
     train_run(first)
+    train_run(first)
+    assert "training.steps=4 ends the run before its last token" in "".join(capfd.readouterr())
     second = tiny_config(source, tmp_path / "run", steps=STEPS)
     second.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
     train_run(second)

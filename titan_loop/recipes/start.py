@@ -167,6 +167,8 @@ def _look(config: RunConfig, world_size: int) -> tuple[Mapping[str, Any], bool]:
     if not goes_on and (found := newest()) is not None and not found[1]["stage_end"]:
         for change in setting_changes(run.config):  # such as a flag of the last start left out
             logger.warning("changed since the last start: %s", change)
+        if limit := config.training.steps:
+            logger.warning("training.steps=%d ends the run before its last token", limit)
     return saved, goes_on
 
 
