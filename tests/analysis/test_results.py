@@ -69,9 +69,11 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
         report = asked(run, step, _2=value, _8=value)
         append_evaluation(run, report, asked=WHILE_TRAINING, seconds=1)
     asked(run, 100, _8=0.75).save(run)  # later, by `titan-loop eval`
+    goes_on = ["titan-loop", "train", str(run.path), "--best"]  # with its own settings
+    run.create_or_open(goes_on, config=json.loads(run.config_json.read_text()))
     result = RunResult.of(run)
     assert (result.recipe, result.stage, result.seed) == (COMMAND[2], "looped", 7)
-    assert result.overrides == [*flags[1:]]
+    assert result.overrides == [*flags[1:], "--best"]
     assert result.task == {"modulus": 5}
     assert (result.steps, result.tokens, result.seconds) == (100, 1000, 200.0)
     assert result.flops == 500 * 2 + 500 * 4

@@ -191,7 +191,11 @@ class RunResult:
         """Return the result of a run; raise `UserError` unless `titan-loop train` trained it."""
         started = run.read_run()
         start = [started, *started["restarts"]][-1]
-        recipe, overrides = _recipe_of(start["command"])
+        recipe, overrides = _recipe_of(started["command"])
+        for restart in started["restarts"]:
+            name, flags = _recipe_of(restart["command"])
+            # `train RUN` goes on with the run's own settings.
+            overrides = flags if name == recipe else [*overrides, *flags]
         records = run.read_metrics()
         if not records:
             raise UserError(f"{run.path} has no metrics.jsonl; train it first")
