@@ -190,7 +190,8 @@ def test_a_result_of_changed_or_unknown_code_is_refused_or_marked(tmp_path, caps
     run = trained(tmp_path / "run")
     asked(run, 100, _8=0.5).save(run)
     record = json.loads(run.run_json.read_text())
-    run.run_json.write_text(json.dumps(record | {"commit": commit}))
+    restarts = [{**record, "commit": "HEAD"}]  # clean, which does not mend the first start
+    run.run_json.write_text(json.dumps({**record, "commit": commit, "restarts": restarts}))
     words = ["results", "add", str(run.path), "--folder", str(tmp_path / "results")]
     assert main(words) == 2
     assert f"commit {commit}, which is not in this checkout" in capsys.readouterr().err

@@ -148,7 +148,8 @@ class RunResult:
     Attributes:
         stage: Name of the stage; the recipe's name for a recipe of one run.
         overrides: Flags after the recipe's name, except --stage and --dump-folder.
-        commit: `git describe` of the code that trained it; None outside a checkout.
+        commit: `git describe` of the code that trained it, of an unclean start if there was one;
+            None outside a checkout.
         machine: Where the result was added, in words.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training on all ranks, without recomputation; None if not recorded.
@@ -190,7 +191,9 @@ class RunResult:
     def of(cls, run: RunDirectory) -> "RunResult":
         """Return the result of a run; raise `UserError` unless `titan-loop train` trained it."""
         started = run.read_run()
-        start = [started, *started["restarts"]][-1]
+        starts = [started, *started["restarts"]]
+        commits = [start.get("commit") for start in starts]
+        commit = next((each for each in commits if not is_clean(each)), commits[-1])
         recipe, overrides = _recipe_of(started["command"])
         for restart in started["restarts"]:
             name, flags = _recipe_of(restart["command"])
@@ -206,9 +209,9 @@ class RunResult:
             stage=config.get("stage") or short_name(recipe),
             seed=config["debug"]["seed"] or 0,
             overrides=overrides,
-            commit=start.get("commit"),
+            commit=commit,
             machine=machine(),
-            versions=start["versions"],
+            versions=starts[-1]["versions"],
             tokens=last["tokens"],
             steps=last["step"],
             seconds=round(sum(n / (r.get("tokens_per_second") or math.inf) for n, r in spans), 1),
@@ -219,7 +222,7 @@ class RunResult:
             task=config.get("dataloader", {}).get("task", {}),
             units=_units(run),
             flops=total_flops(records),
-            unclean=not is_clean(start.get("commit")),
+            unclean=not is_clean(commit),
         )
 
     @classmethod
