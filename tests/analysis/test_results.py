@@ -260,3 +260,7 @@ def test_mistakes(tmp_path, capsys):
     RunDirectory(tmp_path / "a").create_or_open(["python", "mine.py"], config={})
     with pytest.raises(UserError, match=r"started by 'python mine\.py', not by titan-loop train"):
         RunResult.of(RunDirectory(tmp_path / "a"))
+    repeats = ["titan-loop", "train", "a/config.json"]
+    RunDirectory(tmp_path / "b").create_or_open(repeats, config={})
+    with pytest.raises(UserError, match=r"repeats a/config\.json, which has no tables"):
+        RunResult.of(RunDirectory(tmp_path / "b"))

@@ -258,6 +258,8 @@ def _recipe_of(command: Sequence[str]) -> tuple[str, list[str]]:
             "it that way"
         )
     recipe, *flags = command[list(command).index("train") + 1 :]
+    if recipe.endswith(".json"):
+        raise UserError(f"the run repeats {recipe}, which has no tables: add the run beside it")
     kept: list[str] = []
     words = iter(flags)
     for word in words:
