@@ -56,7 +56,7 @@ WITHOUT_EFFECT = {
     "--debug.moe-": "experts are balanced by --model.bias-rate and --loss.balance-weight",
     "--checkpoint.initial-load": "start from a model with --from or --checkpoint.carry.parent",
     "--checkpoint.last-save": "titan-loop convert export writes Hugging Face folders",
-    "--checkpoint.export-dtype": "give titan-loop convert export --dtype",
+    "--checkpoint.export-dtype": "titan-loop convert export has a --dtype of its own",
     "--training.global-batch-size": "set --batch.global-batch-tokens",
 }
 """Prefix of torchtitan flags that have no effect here → reason."""
