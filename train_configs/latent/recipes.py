@@ -237,7 +237,6 @@ def latent_small() -> Recipe:
         exit_gate=False,
         **SMALL_INITIAL,
     )
-    end_to_end = {"feed_forward": 1, "chain_of_thought": 1}
     models: dict[str, ModelOptions] = {
         "discrete": discrete,
         "correction": replace(discrete, corruption=0.05),
@@ -255,7 +254,8 @@ def latent_small() -> Recipe:
         tasks = (EASED if name.startswith("eased") else FIRST, SMALL)
         if name == "chain_of_thought":
             tasks = [DagChainOfThought(**asdict(task), thought="equations") for task in tasks]
-        steps = 4 if "end_to_end" in name else end_to_end.get(name)
+        steps = {"feed_forward": 1, "chain_of_thought": 1}.get(name)
+        steps = 4 if "end_to_end" in name else steps
         sums, graphs = (_small(model, task, end_to_end=steps) for task in tasks)
         if name.endswith("_longer"):
             graphs.total_tokens = 2 * SMALL_TOKENS
