@@ -55,7 +55,7 @@ def check(name, **options):
     assert min(float((a - b).abs().max()) for a, b in ((wanted[0], defaults[0]), (wanted[2], defaults[2]))) > 1e-3
     found = model(x, adapter_names=["__base__", "default", "other"])
     try:
-        misspelt = "takes" if model(x, adapter_names=["defualt"] * 3).isfinite().all() else "?"
+        misspelt = "takes" if model(x, adapter_names=["unknown"] * 3).isfinite().all() else "?"
     except ValueError:
         misspelt = "refuses"
     heeded, dropped = (bool(torch.allclose(found, rows, atol=1e-5)) for rows in (wanted, defaults))
