@@ -88,6 +88,8 @@ def test_plain_text_leaves_a_chat_model_its_template(old_run: Path, tmp_path: Pa
     text = run.text_format(Tokenizer.from_file(str(run.tokenizer().path)))
     assert (text.chat_template, text.end_of_text) == ("{{ messages }}", "<|endoftext|>")
     assert text.end_tokens == ("</s>", "<|endoftext|>")  # a turn, and a document, end with
+    edit_config(parent, text={"turn_end": "<|im_end|>", "chat_template": None})  # an older run
+    assert run.text_format(Tokenizer.from_file(str(run.tokenizer().path))).knows_chats
 
 
 def test_run_and_checkpoint_open_the_same_run(old_run: Path, tmp_path: Path):

@@ -155,7 +155,7 @@ class _Session:
         if generation.chat:
             text = loaded.run.text_format(self.tokenizer)
             self.encoder = ChatEncoder(self.tokenizer, text.template)
-            if text.chat_template is None:
+            if not text.knows_chats:
                 self._note(
                     "this model was not trained on conversations: it continues the text of the chat"
                 )

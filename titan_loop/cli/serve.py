@@ -152,7 +152,7 @@ def serve(loaded: "LoopModel", serving: Serving, *, name: str) -> "Served":
         defaults=RowSettings(recurrent_steps=min(trained, deepest)),
         most_tokens=serving.max_tokens,
         seconds=serving.seconds,
-        knows_chats=text.chat_template is not None,
+        knows_chats=text.knows_chats,
     )
 
 

@@ -175,7 +175,7 @@ class LoopLM(TemplateLM):
     @cached_property
     def _chat_encoder(self) -> ChatEncoder:
         text = self.loaded.run.text_format(self._text_tokenizer)
-        if text.chat_template is None:
+        if not text.knows_chats:
             self._warn("this model was not trained on conversations; ChatML is used")
         return ChatEncoder(self._text_tokenizer, text.template)
 

@@ -235,7 +235,7 @@ class SavedRun:
             )
         cards = self._cards()
         text = text_format([*cards.values()], tokenizer) if cards else TextFormat()
-        if text.chat_template is None and self.parent is not None and self.parent.is_dir():
+        if not text.knows_chats and self.parent is not None and self.parent.is_dir():
             return text.with_chats_of(SavedRun.open(self.parent).text_format(tokenizer))
         return text
 

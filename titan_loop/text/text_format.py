@@ -28,6 +28,11 @@ class TextFormat:
     begin_of_text: str | None = None
 
     @property
+    def knows_chats(self) -> bool:
+        """Whether the text has conversations; older runs recorded the end of their turns alone."""
+        return self.chat_template is not None or self.turn_end is not None
+
+    @property
     def template(self) -> ChatTemplate:
         """The template of conversations; ChatML for a model that knows none."""
         if self.chat_template is None:
@@ -50,7 +55,7 @@ class TextFormat:
 
     def with_chats_of(self, parent: "TextFormat") -> "TextFormat":
         """Return the same documents, with the conversations that a parent knows, if any."""
-        if parent.chat_template is None:
+        if not parent.knows_chats:
             return self
         ends = parent.end_tokens or (parent.turn_end, parent.end_of_text)
         both = dict.fromkeys(token for token in (*ends, self.end_of_text) if token is not None)
