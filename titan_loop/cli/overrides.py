@@ -84,10 +84,10 @@ def _register_rules() -> None:
 
 def _refuse_without_effect(arguments: Sequence[str]) -> None:
     for word in arguments:
+        plain = _plain(word)
         for beginning, why in WITHOUT_EFFECT.items():
-            if _plain(word).startswith(beginning):
-                flag = word.partition("=")[0].replace("_", "-")
-                raise UserError(f"{flag} has no effect: {why}")
+            if plain.startswith(beginning):
+                raise UserError(f"{word.partition('=')[0]} has no effect: {why}")
 
 
 def _plain(word: str) -> str:
