@@ -78,7 +78,7 @@ def test_sources_with_different_templates_or_ends_are_not_mixed(sources):
     assert len(mixed("text", "template")) == 2
     with pytest.raises(UserError, match=r"/template has another chat template than .*/chatml"):
         mixed("text", "chatml", "template")
-    with pytest.raises(UserError, match=r"/others end in token 2, those of .*/text in token 0: "):
+    with pytest.raises(UserError, match=r"EOS of .*/others is token 2, that of .*/text token 0: "):
         mixed("text", "chatml", "others")
 
 

@@ -55,8 +55,8 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
     for path, eos_id in texts[1:]:
         if eos_id != texts[0][1]:
             raise UserError(
-                f"dataloader.mixture: documents of {path} end in token {eos_id}, those of "
-                f"{texts[0][0]} in token {texts[0][1]}: prepare both with the same --eos-token"
+                f"dataloader.mixture: the EOS of {path} is token {eos_id}, that of "
+                f"{texts[0][0]} token {texts[0][1]}: prepare both with the same --eos-token"
             )
     for path, template in chats[1:]:
         if template != chats[0][1]:

@@ -36,7 +36,7 @@ class ChatRecords:
         Raises as `parse_conversation` and `ChatTemplate.render` do.
         """
         conversation = parse_conversation(record, self.messages_key)
-        # This text decides what is held out or a duplicate, which must not depend on today's date.
+        # This text decides which documents are held out or duplicates, on every day the same ones.
         text, _ = replace(self.template, now=datetime(2000, 1, 1)).render(conversation)
         return text, {_CONVERSATION: conversation.as_json()}
 

@@ -73,7 +73,7 @@ def train_tokenizer(
     require_local(output, "output")
     output = Path(output)
     output = output / TOKENIZER_NAME if output.is_dir() else output
-    if output.exists():  # what was trained with it reads no other
+    if output.exists():  # its runs and sources could no longer be read
         raise UserError(f"output {output} exists already: give another path, or remove it")
     with _writing(output):  # before the training, which may take long
         output.parent.mkdir(parents=True, exist_ok=True)
