@@ -76,10 +76,16 @@ SMALL_INITIAL: dict[str, Any] = {
 """What lets copies and sums begin within 350 steps with both seeds tried: a token finds others
 like itself from the start, and what a layer adds is as large as what it reads."""
 
+_OTHERWISE: dict[str, dict[str, Any]] = {
+    "eased_end_to_end_longer": {"tokens": 2 * SMALL_TOKENS},
+    "eased_end_to_end_batch": {"tokens": 2 * SMALL_TOKENS, "windows": 4 * SMALL_WINDOWS},
+    "eased_end_to_end_slower": {"rate": 3e-3},
+}
+"""Trials of `eased_end_to_end` → what differs."""
 _SHARES = {
     "correction": "discrete",
     "eased_correction": "eased",
-    "eased_end_to_end_longer": "eased_end_to_end",
+    **dict.fromkeys(_OTHERWISE, "eased_end_to_end"),
 }
 """Method → the one whose first stage it shares."""
 
@@ -223,8 +229,8 @@ def latent_small() -> Recipe:
 
     A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
     The `eased` ones have two changes that let every seed learn sums: initial embeddings in which
-    names stand out (`by_rows`), and many leaves of the first stage that are 0. The `longer` one
-    reads twice as many graphs: `eased_end_to_end` still learns when it ends.
+    names stand out (`by_rows`), and many leaves of the first stage that are 0. The variants of
+    `eased_end_to_end` are trials, for it still learns when it ends, and its loss jumps.
     """
     discrete = LatentOptions(size="small", relative_window=16, **SMALL_INITIAL)
     eased = replace(discrete, initial_weights="by_rows")
@@ -242,8 +248,7 @@ def latent_small() -> Recipe:
         "correction": replace(discrete, corruption=0.05),
         "eased": eased,
         "eased_correction": replace(eased, corruption=0.05),
-        "eased_end_to_end": replace(eased, state="continuous"),
-        "eased_end_to_end_longer": replace(eased, state="continuous"),
+        **dict.fromkeys(["eased_end_to_end", *_OTHERWISE], replace(eased, state="continuous")),
         "continuous": continuous,
         "end_to_end": continuous,
         "feed_forward": replace(continuous, n_layers=8),
@@ -256,10 +261,8 @@ def latent_small() -> Recipe:
             tasks = [DagChainOfThought(**asdict(task), thought="equations") for task in tasks]
         steps = {"feed_forward": 1, "chain_of_thought": 1}.get(name)
         steps = 4 if "end_to_end" in name else steps
-        sums, graphs = (_small(model, task, end_to_end=steps) for task in tasks)
-        if name.endswith("_longer"):
-            graphs.total_tokens = 2 * SMALL_TOKENS
-            graphs.learning_rate = graphs.learning_rate.stretched(2)
+        sums = _small(model, tasks[0], end_to_end=steps, tokens=FIRST_TOKENS, windows=FIRST_WINDOWS)
+        graphs = _small(model, tasks[1], end_to_end=steps, **_OTHERWISE.get(name, {}))
         parent = f"{_SHARES.get(name, name)}_first"
         if name not in _SHARES:
             stages.append(Stage(name=parent, config=sums))
@@ -292,11 +295,16 @@ def _paper(
 
 
 def _small(
-    model: ModelOptions, task: DagArithmetic, *, end_to_end: int | None
+    model: ModelOptions,
+    task: DagArithmetic,
+    *,
+    end_to_end: int | None,
+    tokens: int = SMALL_TOKENS,
+    windows: int = SMALL_WINDOWS,
+    rate: float = 1e-2,
 ) -> LoopTrainer.Config:
     is_first = task.most_depth == FIRST.most_depth
     window = task.longest_example if isinstance(task, DagChainOfThought) else SMALL_WINDOW
-    windows, tokens = (FIRST_WINDOWS, FIRST_TOKENS) if is_first else (SMALL_WINDOWS, SMALL_TOKENS)
     tokens = tokens * window // SMALL_WINDOW
     suite = SuiteConfig(
         interval=0 if is_first else 1000, tasks=[task.name], depths=[end_to_end or 8], questions=64
@@ -307,7 +315,7 @@ def _small(
         tokens=tokens,
         window=window,
         windows=windows,
-        rate=cosine(1e-2, tokens, start=1e-3, warmup=tokens // 50),
+        rate=cosine(rate, tokens, start=1e-3, warmup=tokens // 50),
         end_to_end=end_to_end,
         adamw=AdamWConfig(beta2=0.98, weight_decay=0.01),
         suite=suite,

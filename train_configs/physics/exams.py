@@ -8,6 +8,7 @@
 | `mano_1x1_more` | one layer visited once, on four times the tokens |
 | `…_RATE` | the same at other rates, to choose one on `tuning_3_operations` |
 | `mano5_KxL_RATE` | at most five operations: the paper's gap grows with their number |
+| `mano_KxL_dW_RATE` | other widths: does the gap between a loop and layers grow with width? |
 | `hops_rL_P` | three hops after P % of 9,216 questions, by two layers visited L times |
 | `hops_rL_P_RATE` | the same at other rates, to choose one on `tuning_3_hops` |
 
@@ -27,6 +28,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B, scaled dow
 """
 
 from copy import deepcopy
+from dataclasses import replace
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
@@ -61,6 +63,9 @@ TUNED = {
     "1x1_more": (f"{grid_name(1, 1)}, four times the tokens", 1),
 }
 """Arm that a front page compares → its row in the tables, and visits."""
+
+WIDTHS = {32: ("5e-3", "1e-2"), 96: ("25e-4", "5e-3")}
+"""Width → names of rates around the best one of width 64; heads have 16 numbers, F is 3 D."""
 
 HOPS_TUNED, HOPS_TUNED_SHARES = (1, 4), (25, 50)
 LONGER_ARMS, LONGER_RATES = ("1x4", "4x1"), ("25e-4", "5e-3", "1e-2")
@@ -102,6 +107,21 @@ TABLES = {
                 for tuning, stratum in enumerate(LONGER.strata)
             },
             everywhere={"task": LONGER.name, "metric": "acc,none"},
+        ),
+        ResultTable(
+            name="widths",
+            title="% right of three operations by width",
+            rows={TUNED[arm][0]: at(f"mano_{arm}", TUNED[arm][1]) for arm in LONGER_ARMS},
+            columns={
+                f"D {width}, {name}{', tuning' * tuning}": {
+                    "stage": f"d{width}_{name}",
+                    "stratum": stratum,
+                }
+                for width, names in WIDTHS.items()
+                for name in names
+                for tuning, stratum in enumerate(MANO.strata)
+            },
+            everywhere={"task": MANO.name, "metric": "acc,none"},
         ),
         ResultTable(
             name="hops",
@@ -157,6 +177,17 @@ def physics_exams() -> Recipe:
             config = _asked(arithmetic[f"mano_{arm}"], LONGER)
             config.learning_rate = cosine(RATES[name], config.total_tokens, warmup=WARMUP_TOKENS)
             stages.append(Stage(name=f"mano5_{arm}_{name}", config=config))
+    for width, names in WIDTHS.items():
+        for arm in LONGER_ARMS:
+            for name in names:
+                config = _asked(arithmetic[f"mano_{arm}"], MANO)
+                config.learning_rate = cosine(
+                    RATES[name], config.total_tokens, warmup=WARMUP_TOKENS
+                )
+                config.model = replace(
+                    config.model, dim=width, n_heads=width // 16, hidden_dim=3 * width
+                )
+                stages.append(Stage(name=f"mano_{arm}_d{width}_{name}", config=config))
     for loops in HOPS_LOOPS:
         for share in HOPS_SHARES:
             name = f"hops_r{loops}_{share}"
