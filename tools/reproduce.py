@@ -29,8 +29,7 @@ Written by `python -m tools.reproduce` from each folder's `claims.py` and `resul
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; a
 dash marks a claim of this project, or of the paper that the remark names. A line without numbers
 gives paper, command and the remarks of all rows below it. Everything but SmolLM2-135M is small:
-10^4 to 10^6 parameters, trained on a CPU or, if its JSON says so, on one H200 that 14 or 15 jobs
-shared (torch 2.11, with five names that torchtitan expects supplied by hand). Ours is the mean over
+10^4 to 10^6 parameters, trained on a CPU or, if its JSON says so, on one H200. Ours is the mean over
 seeds with its 95 % interval (Student's t), of two arms the difference seed by seed; questions and
 documents add nothing to it. Aims are ours and were set before the runs, unless the remark says
 otherwise; theirs is the paper's number, sometimes in another measure. A command that is a script
@@ -39,7 +38,7 @@ anew in `runs/results-again`. `titan-loop train` trains one seed, `--debug.seed 
 S`, and `titan-loop results add RUN` records it. Minutes are wall-clock time of the final runs on
 shared cores, without first stages and searches. `bash tools/claims_gpu.sh` trains more seeds of the
 undecided claims. *Shown*: three seeds or more, and the whole interval meets the aim. *Partly*: the
-mean meets it, but not the whole interval, or there are fewer than three seeds. *Not*: the mean
+mean meets it, but not the whole interval, or fewer seeds were run. *Not*: the mean
 misses it. *Undecided*: the aim is within the interval. *No test*: the experiment cannot decide. †
 marks claims that include a run from uncommitted code, or from a commit not in the history.
 

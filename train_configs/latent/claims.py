@@ -9,13 +9,13 @@ def _graphs(stage: str, task: str, reading: str, nodes: int = 64) -> Cell:
 
 _LATENT = "titan-loop train latent_small"
 _SOLVED = ("solved", "deepest")
-_MODULO = "modulo 7, trained on up to 16 nodes (paper: 23, 32)"
+_MODULO = "modulo 7, up to 16 nodes (paper: 23, 32)"
 _LUCK = (
     f"{_MODULO}; all factors, as in the paper; the first stage of seed 3 does not learn the sums"
 )
 _EASED = (
-    f"{_MODULO}; all factors; names that stand out, zeros among the first stage's leaves, for a "
-    "reason found on seeds 3, 11 and 12; new seeds 4, 5 and 6"
+    f"{_MODULO}; all factors; names that stand out, zeros among the first stage's leaves; seeds "
+    "4, 5 and 6"
 )
 _METRIC = f"{_MODULO}; only the value after each = is graded, each graph at its own depth"
 
@@ -79,7 +79,7 @@ CLAIMS = [
             at_least=least,
             at_most=most,
             command=_LATENT,
-            note=f"modulo 7; only the values after each = are graded, after four steps; {note}",
+            note=f"modulo 7; values alone, after four steps; {note}",
         )
         for nodes, theirs, least, most, note in (
             (8, "89.4", 90, None, "half of the largest in training, as the paper's 16"),
@@ -88,7 +88,7 @@ CLAIMS = [
                 "17.4",
                 90,
                 None,
-                "the largest in training, as the paper's 32, which miss it, too",
+                "the largest in training, as the paper's 32",
             ),
             (64, "0", None, 5, "four times the largest in training, the paper's twice"),
         )
