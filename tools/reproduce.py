@@ -29,9 +29,9 @@ Written by `python -m tools.reproduce` from each folder's `claims.py` and `resul
 Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; a
 dash marks a claim of this project, or of the paper that the remark names. A line without numbers
 gives paper, command and the remarks of all rows below it. Everything but SmolLM2-135M is small:
-10^4 to 10^6 parameters, trained on a CPU or, if its JSON says so, on one H200. Ours is the mean over
-seeds with its 95 % interval (Student's t), of two arms the difference seed by seed; questions and
-documents add nothing to it. Aims are ours and were set before the runs, unless the remark says
+10^4 to 10^6 parameters, trained on a CPU or, if its JSON says so, on one H200. Ours is the mean
+over seeds with its 95 % interval (Student's t), of two arms the difference seed by seed; questions
+and documents add nothing to it. Aims are ours and were set before the runs, unless the remark says
 otherwise; theirs is the paper's number, sometimes in another measure. A command that is a script
 skips committed results and may have fewer seeds than its row: `--again --seeds "1 2 3"` trains them
 anew in `runs/results-again`. `titan-loop train` trains one seed, `--debug.seed S --dataloader.seed
