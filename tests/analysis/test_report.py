@@ -17,6 +17,7 @@ from titan_loop.cli.main import main
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.json_files import write_json
 
 SECTIONS = [
     "Summary",
@@ -68,6 +69,10 @@ def family(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         write_metrics(RunDirectory(run), 12)
     adopt(child, parent)
     write_held_out(RunDirectory(child))
+    record = RunDirectory(child).read_run()
+    record["versions"] = {"torch": "2.1", "numpy": "2.0"}
+    record["restarts"] = [{"versions": {**record["versions"], "torch": "2.2"}}]
+    write_json(RunDirectory(child).run_json, record)
     bits = {"static:1": 2.5, "static:2": 2.25, "q:0.5": 2.3, "hidden:0.1": 2.27, "kl:inf,inf": 2.25}
     TaskReport(
         step=3,
@@ -106,6 +111,7 @@ def test_everything_is_on_one_page_that_loads_nothing(family: tuple[Path, Path])
     assert not re.search(r"url\(|@import|https?://", text)
     shown = "".join(page.text)
     assert "a<b> & c" in shown
+    assert "torch 2.1 then 2.2, numpy 2.0" in shown
     assert "it <needs> the network" in shown
     assert {image.name for image in (child / "plots").iterdir()} == {
         "loss_per_step.png", "exit_pmf.png", "depths.png", "frontier.png", "stages.png",

@@ -86,6 +86,24 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
     assert saved.commit == run.read_run()["commit"]
 
 
+def test_a_result_of_an_older_step_is_said_and_its_documents_go_with_it(tmp_path, caplog):
+    run, name = trained(tmp_path), "held_out/a/bits_per_byte/static:1"
+    for step, bits in ((50, 2.0), (100, 1.0)):
+        text = ReadingResult(metrics={"bits_per_byte": bits}, units=["3 4", "5.0 6.0"])
+        report = replace(asked(run, step), tasks={"held_out/a": {"static:1": text}})
+        if step == 50:
+            report.save(run)
+            old = RunResult.of(run)
+            assert (old.results[name], [*old.units]) == (2.0, [name])
+            assert "results are of step 50, the run was trained to step 100" in caplog.text
+            caplog.clear()
+        else:
+            append_evaluation(run, report, asked=WHILE_TRAINING, seconds=1)
+            new = RunResult.of(run)
+            assert (new.results[name], new.units) == (1.0, {}), "no document of step 50"
+            assert not caplog.text
+
+
 def test_results_of_an_analysis_and_documents_of_text_belong_to_the_result(tmp_path):
     run = trained(tmp_path)
     report = asked(run, 100, _2=0.5)

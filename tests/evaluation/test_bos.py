@@ -1,6 +1,8 @@
 """A BOS of the tokenizer's template: in the data, in prompts, in scores and in exports."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from titan_loop.data.source_card import SourceCard
 from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import END_OF_TEXT, encode_prompt, template_prefix
 
 BOS = "<|im_start|>"  # any special token of the tests' tokenizer may serve
@@ -89,6 +92,24 @@ def test_every_document_begins_with_it_and_nothing_predicts_it(sources: dict[str
     for batch, labels in loader.read_step(4):
         assert (batch["input"] == bos).any()
         assert not (labels == bos).any()
+
+
+def test_a_source_whose_documents_begin_or_end_otherwise_is_told(
+    sources: dict[str, Path], runs: dict[str, Path], tmp_path: Path, caplog
+) -> None:
+    card = SourceCard.read(sources["with"])
+    other = Tokenizer.from_file(str(sources["with"] / "tokenizer.json")).token_to_id(BOS)
+    shutil.copytree(sources["with"], tmp_path / "other")
+    replace(card, eos_id=other).write(tmp_path / "other")
+    for source, told in (
+        (sources["with"], []),
+        (sources["without"], ["documents with BOS"]),
+        (tmp_path / "other", [f"{END_OF_TEXT}, {tmp_path / 'other'} ends them in {BOS}"]),
+    ):
+        caplog.clear()
+        SavedRun(runs["with"]).check_source(source)
+        assert len(caplog.messages) == len(told)
+        assert all(words in line for words, line in zip(told, caplog.messages, strict=True))
 
 
 def test_prompts_and_scores_begin_with_it(runs: dict[str, Path]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from tests.evaluation.task_run import write_task_run
 from tests.families.ouro.hugging_face.conftest import convert
 from tests.support.tiny import SEQ_LEN
 from titan_loop.analysis.evaluation_tables import task_table
@@ -22,6 +23,7 @@ from titan_loop.evaluation.offline_tasks import mano_documents, multi_hop_docume
 from titan_loop.evaluation.suites import SuiteTask, expand_tasks
 from titan_loop.evaluation.task_options import TaskOptions
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.plugins import find
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
@@ -238,6 +240,23 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
         given = TaskOptions(**{"tasks": ("mano",), **options})
         with pytest.raises(UserError, match=message):
             evaluate_tasks(tmp_path, given, frontier=frontier)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("hops",), "kv_cache": "last"}, "kv_cache=last has no effect on hops, the run"),
+        ({"tasks": ("hops",), "prefill_steps": 1}, "prefill_steps=1 has no effect on hops"),
+        ({"tasks": ("copa",), "prefill_steps": 9}, "prefill_steps=9 is above the 3 recurrent"),
+        ({"tasks": ("copa",), "prefill_steps": 3, "depths": (2, 4)}, "is above the 2 recurrent"),
+    ],
+)
+def test_options_that_do_not_fit_the_run_are_told_before_the_first_task(
+    tmp_path: Path, options: dict, message: str
+):
+    run = write_task_run(tmp_path / "run", OuroOptions())
+    with pytest.raises(UserError, match=message):
+        evaluate_tasks(run, TaskOptions(**options))
 
 
 def test_held_out_text_and_its_frontier(text_run: Path):

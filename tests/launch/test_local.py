@@ -103,6 +103,15 @@ def test_a_child_waits_for_its_parent_and_falls_with_it(jobs: Jobs, capsys):
     assert fourth != first  # which the recipe still records
 
 
+def test_a_job_whose_folder_vanished_ends_without_a_word(jobs: Jobs, capfd):
+    first = jobs.submit("0 0", name="first")
+    assert jobs.end(first, "first")[0] == "COMPLETED"
+    shutil.rmtree(Path(os.environ[JOBS_VARIABLE]))
+    jobs.scheduler.run("8", "no script", after=first)
+    jobs.scheduler.note_ranks("8", [1])
+    assert jobs.scheduler.state("8").state == "GONE"
+
+
 def test_a_scheduler_is_found_by_name(monkeypatch: pytest.MonkeyPatch, capsys):
     assert type(find_scheduler({})).__name__ == "Slurm"
     own = {SCHEDULER_VARIABLE: f"{__name__}:Own"}

@@ -87,7 +87,10 @@ def _records(run_directory: RunDirectory) -> list[dict[str, Any]]:
 
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
     run, saved = run_directory.read_run(), SavedRun(run_directory.path)
-    versions = [f"{name} {version}" for name, version in run.get("versions", {}).items()]
+    versions: dict[str, dict[str, None]] = {}  # of every start, without repetitions
+    for start in (run, *run.get("restarts", [])):
+        for name, version in start.get("versions", {}).items():
+            versions.setdefault(name, {})[version] = None
     options = saved.model_options
     model = build_decoder(options, max_seq_len=saved.seq_len, device="meta")
     (parameters, inner), config = model_sizes(model), model.config
@@ -111,7 +114,7 @@ def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> 
         ["data", ", ".join(saved.mixture) or "generated, or none"],
         ["window", f"{saved.seq_len:,} tokens"],
         ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
-        ["versions", ", ".join(versions)],
+        ["versions", ", ".join(f"{name} {' then '.join(v)}" for name, v in versions.items())],
     ]
     return Section("Summary", "", rows=rows)
 

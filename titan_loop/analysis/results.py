@@ -6,6 +6,7 @@ A recipe's module declares `TABLES`: recipe name → `ResultTable`s, which hold 
 The result files are committed beside the module; runs are not.
 """
 
+import logging
 import math
 import os
 import platform
@@ -29,6 +30,8 @@ from titan_loop.storage.json_files import (
     read_jsonl,
     write_json,
 )
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
@@ -203,7 +206,13 @@ class RunResult:
         if not records:
             raise UserError(f"{run.path} has no metrics.jsonl; train it first")
         config = SavedRun(run.path).config
-        last, evaluated, spans = records[-1], _evaluated(run), list(_intervals(records))
+        last, spans = records[-1], list(_intervals(records))
+        step, results = _results(run)
+        if 0 < step < last["step"]:
+            logger.warning(
+                f"{run.path}: the results are of step {step}, the run was trained to step "
+                f"{last['step']}; evaluate its last checkpoint with titan-loop eval, then add it"
+            )
         return cls(
             recipe=recipe,
             stage=config.get("stage") or short_name(recipe),
@@ -218,9 +227,9 @@ class RunResult:
             losses=[  # null stands for a loss that was not finite
                 [r["step"], round(r["loss"], 5)] for r in _thinned(records) if r["loss"] is not None
             ],
-            results=dict(sorted(_results(run, evaluated).items())),
+            results=dict(sorted(results.items())),
             task=config.get("dataloader", {}).get("task", {}),
-            units=_units(run),
+            units=_units(run, step),
             flops=total_flops(records),
             unclean=not is_clean(commit),
         )
@@ -309,9 +318,9 @@ def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
     return [kept[step] for step in sorted(kept)]
 
 
-def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the results at the newest evaluated step; sources read later below win."""
-    found = [(record["step"], record["results"]) for record in evaluated]
+def _results(run: RunDirectory) -> tuple[int, dict[str, float]]:
+    """Return the newest evaluated step and its results; sources read later below win."""
+    found = [(record["step"], record["results"]) for record in _evaluated(run)]
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
     for report in TaskReport.all_of(run, ema=True):
         averaged = {f"{name},ema": value for name, value in report.flat().items()}
@@ -319,22 +328,22 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     for path in sorted(run.evaluations.glob("*-step-*.json")):
         found += _of_analysis(path)
     newest = max((step for step, _ in found), default=0)
-    return {
+    return newest, {
         name: value for step, results in found if step == newest for name, value in results.items()
     }
 
 
-def _units(run: RunDirectory) -> dict[str, list[str]]:
-    """Return the documents' sums at the newest step that has them."""
-    found: dict[int, dict[str, list[str]]] = {}
-    for end, ema in (("", False), (",ema", True)):
-        for report in TaskReport.all_of(run, ema=ema):
-            for task, readings in report.tasks.items():
-                for reading, result in readings.items():
-                    if result.units:
-                        name = f"{task}/bits_per_byte/{reading}{end}"
-                        found.setdefault(report.step, {})[name] = result.units
-    return found[max(found)] if found else {}
+def _units(run: RunDirectory, step: int) -> dict[str, list[str]]:
+    """Return the documents' sums at the step of the results, which they belong to."""
+    return {
+        f"{task}/bits_per_byte/{reading}{end}": result.units
+        for end, ema in (("", False), (",ema", True))
+        for report in TaskReport.all_of(run, ema=ema)
+        if report.step == step
+        for task, readings in report.tasks.items()
+        for reading, result in readings.items()
+        if result.units
+    }
 
 
 def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:

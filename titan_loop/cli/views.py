@@ -159,12 +159,14 @@ def scaling(
     """
     from titan_loop.analysis.scaling.data import read_csv, read_runs, write_csv
     from titan_loop.analysis.scaling.study import study, write_study
+    from titan_loop.storage.room import require_writable
 
     if (csv is None) == (not runs):
         raise UserError("scaling: give either RUNS or --csv FILE")
     require_at_least(0, bootstrap=bootstrap)
     if not 0 <= skip < 1:
         raise UserError(f"skip={skip} must be at least 0 and below 1")
+    require_writable(output, f"output={output}")  # before the fits, which take minutes
     points = read_runs(runs) if csv is None else read_csv(csv)
     laws = study(points.late(skip), samples=bootstrap, seed=seed)
     for law in laws:

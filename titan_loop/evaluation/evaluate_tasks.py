@@ -42,6 +42,7 @@ from titan_loop.evaluation.window_scores import (
     summarise,
     with_total,
 )
+from titan_loop.inference.engine import require_prefill_steps
 from titan_loop.inference.exit_policy import StaticStep, require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.models.family import get_family
@@ -107,6 +108,8 @@ class _Evaluation:
         self._baselines = baselines
         manifest = loaded.manifest
         self._generated = recorded_task(manifest["data"])
+        if self._generated is not None:
+            options.check_own_task(self._generated.name)
         self._report = TaskReport(
             step=manifest["step"],
             tokens=manifest["trainer"]["tokens"],
@@ -119,6 +122,8 @@ class _Evaluation:
         self._lm: LoopLM | None = None
         self._shots: dict[str, str] = {}
         self._readings = self._make_readings(frontier=frontier)
+        for reading in self._readings:
+            require_prefill_steps(options.prefill_steps, reading.deepest_step)
 
     def run(self) -> TaskReport:
         for task in self._options.suite_tasks():

@@ -19,7 +19,7 @@ _DEPTH_SUITE_STEPS = tuple(range(1, 9))
 """R of the suite `depth` by default; beyond the trained R it extrapolates."""
 
 
-_OF_TASKS = ("num_fewshot", "limit", "apply_chat_template", "kv_cache", "prefill_steps")
+_OF_HARNESS = ("num_fewshot", "apply_chat_template", "kv_cache", "prefill_steps")
 """Options that held-out text does not read."""
 _OF_TEXT = ("windows", "sources", "seq_len")
 """Options that only held-out text reads, and the sample of a frontier."""
@@ -139,11 +139,18 @@ class TaskOptions:
             )
         asked = {task.name for task in self.suite_tasks()}
         if asked == {HELD_OUT}:
-            self._require_unset(_OF_TASKS, "on held-out text", "name other tasks")
+            self._require_unset(("limit", *_OF_HARNESS), "on held-out text", "name other tasks")
         elif HELD_OUT not in asked and not frontier:
             self._require_unset(_OF_TEXT, "without held-out text", f"add {HELD_OUT} to tasks")
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"include_path={self.include_path} is not a folder")
+
+    def check_own_task(self, own: str) -> None:
+        """Refuse options of other tasks if only the run's own task, and text, are asked."""
+        from titan_loop.evaluation.offline_tasks import HELD_OUT
+
+        if {task.name for task in self.suite_tasks()} <= {own, HELD_OUT}:
+            self._require_unset(_OF_HARNESS, f"on {own}, the run's own task", "name other tasks")
 
     def _require_unset(self, names: Sequence[str], where: str, fix: str) -> None:
         for name in names:

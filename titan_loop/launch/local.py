@@ -129,13 +129,15 @@ class Local:
             self._write(job, "state", "FAILED" if code else "COMPLETED")
 
     def _read(self, job: str, name: str) -> str:
-        path = self._jobs / job / name
-        return path.read_text() if path.exists() else ""
+        with suppress(FileNotFoundError):
+            return (self._jobs / job / name).read_text()
+        return ""
 
     def _write(self, job: str, name: str, text: str) -> None:
         path = self._jobs / job / f".{name}-{os.getpid()}"
-        path.write_text(text)
-        path.replace(self._jobs / job / name)
+        with suppress(FileNotFoundError):  # a job without its folder is "GONE", and ends itself
+            path.write_text(text)
+            path.replace(self._jobs / job / name)
 
 
 SCHEDULER = Local

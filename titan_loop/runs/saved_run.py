@@ -282,11 +282,18 @@ class SavedRun:
         return self.found(name) if name else None
 
     def check_source(self, source: Path) -> None:
-        """Refuse a source with another tokenizer; warn if its documents begin otherwise."""
+        """Refuse a source with another tokenizer; warn if its documents begin or end otherwise."""
         path, is_known = self.tokenizer(source / TOKENIZER_NAME)
-        begin = self.text_format(tokenizer := load_tokenizer(path)).begin_of_text
-        bos_id = SourceCard.read(source).bos_id
-        if is_known and bos_id != (None if begin is None else tokenizer.token_to_id(begin)):
+        if not is_known:
+            return
+        text = self.text_format(tokenizer := load_tokenizer(path))
+        begin, end, card = text.begin_of_text, text.end_of_text, SourceCard.read(source)
+        if card.eos_id != tokenizer.token_to_id(end):
+            logger.warning(
+                f"{self.path} was trained on documents that end in {end}, {source} ends them in "
+                f"{tokenizer.id_to_token(card.eos_id)}: prepare it again, with --eos-token '{end}'"
+            )
+        if card.bos_id != (None if begin is None else tokenizer.token_to_id(begin)):
             here, there = ("with", "without") if begin else ("without", "with")
             logger.warning(
                 f"{self.path} was trained on documents {here} BOS, {source} has them {there} it: "

@@ -31,6 +31,9 @@ from ..knowledge_graph import check_graph, draw_edges
 Form = Literal["symbolic", "direct", "reverse"]
 MOST_HOPS = 3
 _WORDS = ("'s", "is", "Who", "the", "of", "?", "Answer", ":")
+_FEWEST_TRAINED = 10
+"""Smallest expected number of trained chains of a length; the exam draws until it meets them."""
+
 _MOST_TRAINED = 0.9
 """Largest share of A's chains that may be trained; the rest is the exam."""
 
@@ -99,11 +102,12 @@ class TwoGraph(Task):
             raise UserError(f"TwoGraph hops {self.hops} must be 2 or {MOST_HOPS}")
         if self.form not in ("symbolic", "direct", "reverse"):
             raise UserError(f"TwoGraph form {self.form!r} must be symbolic, direct or reverse")
-        if not 0 < self._trained_share(2) <= _MOST_TRAINED:
-            most = _MOST_TRAINED * self.degree * (self.hops - 1)
+        least = _FEWEST_TRAINED * (self.hops - 1) / (self.entities * self.degree)
+        most = _MOST_TRAINED * self.degree * (self.hops - 1)
+        if not least <= self.inferred_ratio <= most:
             raise UserError(
-                f"TwoGraph inferred_ratio {self.inferred_ratio:g} must be above 0 and at most "
-                f"{most:g}, or too few of A's chains are left for the exam"
+                f"TwoGraph inferred_ratio {self.inferred_ratio:g} must be at least {least:g} and "
+                f"at most {most:g}, or too few of A's chains are trained, or left for the exam"
             )
 
     @property

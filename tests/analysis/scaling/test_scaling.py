@@ -137,6 +137,8 @@ def test_a_table_that_cannot_be_fitted_is_refused(tmp_path: Path, capsys, change
     assert not (tmp_path / "out").exists()
     assert main([*words, "--skip", "1"]) == EXIT_USER_ERROR
     assert "skip=1.0 must be at least 0 and below 1" in capsys.readouterr().err
+    assert main([*words[:-1], str(path)]) == EXIT_USER_ERROR
+    assert f"output={path} cannot be written" in capsys.readouterr().err, "before the fits"
 
 
 def write_run(source: Path, path: Path, *, steps: int, contents: str = "ab") -> Path:

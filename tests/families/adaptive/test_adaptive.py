@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.support.tiny import tiny_config, train_run
@@ -60,6 +61,16 @@ def remembered(layer, shared, h_LD: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows.append(h + g[0] * read(layer, 0, layer.bank, h) + g[1] * read(layer, 1, shared, h))
         gates.append(g)
     return torch.stack(rows), list(torch.stack(gates).T)
+
+
+@pytest.mark.parametrize("slots", [{}, {"global_slots": 7}, MEMORY])
+def test_flops_are_those_counted(slots):
+    model = build_decoder(AdaptiveOptions(**slots), max_seq_len=SEQ_LEN)
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:  # does not know attention on a CPU
+        model.readout(model(tokens).hidden_RBLD[0]).sum().backward()
+    flops = model.config.training_flops(SEQ_LEN, 1)
+    assert counter.get_total_flops() == SEQ_LEN * (flops.total - flops.attention)
 
 
 @torch.no_grad()

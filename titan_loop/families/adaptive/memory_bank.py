@@ -36,8 +36,8 @@ class MemoryBank(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """Number of weights that one read multiplies, including the reader's W."""
-            return 2 * self.slots * self.dim + self.dim**2
+            """Number of weights that one read multiplies, including the reader's W and its gate."""
+            return 2 * self.slots * self.dim + self.dim**2 + self.dim
 
     def __init__(self, config: Config) -> None:
         super().__init__()
