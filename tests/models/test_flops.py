@@ -66,6 +66,12 @@ def test_steps_without_backward_run_forward_only():
     assert 3 * truncated == (2 + 2 * 3) * step + (2 * 2 + 2 * 3) * outside
     whole = config.training_flops(SEQ_LEN, 4).total
     assert config.training_flops(SEQ_LEN, 4, backward_steps=9).total == whole
+    # What trains between loop and readout needs the gradient of every state.
+    for trains in ({"norm_placement": "readout"}, {"coda_layers": 1}):
+        options = OuroOptions(size="quickstart", **trains)  # type: ignore[arg-type]
+        config = decoder_config(options, max_seq_len=SEQ_LEN)
+        truncated = config.training_flops(SEQ_LEN, 4, backward_steps=2)
+        assert truncated.readouts + truncated.gate == 4 * outside
 
 
 @pytest.mark.parametrize("positions", ["relative", "deberta", "bias"])

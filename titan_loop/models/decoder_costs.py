@@ -115,14 +115,17 @@ class DecoderCosts(Decoder.Config):
             (2·forward + 4·backward)·(matrix elements + 2·N·H·L) + 6·readouts·D·V + 6·R·D [gate]
 
         Without a gate only the last state is read out, else all R. A readout or gate whose input
-        needs no gradient costs 4 instead of 6. If only the gate trains, readouts cost 2. R and
-        `backward_steps`, the last steps in the backward pass (None for all), may be means.
+        needs no gradient costs 4 instead of 6; a coda or norm before it needs the gradient. If only
+        the gate trains, readouts cost 2. R and `backward_steps`, the last steps in the backward
+        pass (None for all), may be means.
         """
         reached = min(recurrent_steps, backward_steps or recurrent_steps)
         visits = self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0)
         layer, gate = self.layers[0], self.exit_gate is not None
         layer_factor = 2 * visits.forward + 4 * visits.backward
-        gate_factor = 6 * recurrent_steps - 2 * (recurrent_steps - reached)
+        gate_factor = 6 * recurrent_steps
+        if self.norm_placement == "every_step" and not self.coda_layers:
+            gate_factor -= 2 * (recurrent_steps - reached)
         readout_factor = gate_factor if gate else 6
         if trainable == "exit_gate":
             gate_factor = 4 * recurrent_steps

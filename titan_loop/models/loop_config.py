@@ -41,7 +41,7 @@ from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection
 from titan_loop.models.joined import JoinableQKV
-from titan_loop.models.loop_options import LoopOptions
+from titan_loop.models.loop_options import ROPE_THETA, LoopOptions
 from titan_loop.models.positions import (
     SCORES,
     LearnedPositions,
@@ -85,6 +85,9 @@ def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
         if name != needs and value is not None:
             given = f"model.{name}={value}"
             raise UserError(f"{given} has no effect with model.positions={kind}; leave it out")
+    if kind != "rope" and options.rope_theta != ROPE_THETA:
+        given = f"model.rope_theta={options.rope_theta:g}"
+        raise UserError(f"{given} has no effect with model.positions={kind}; leave it out")
     if kind == "learned":
         assert options.learned_positions is not None
         table = PositionTable.Config(

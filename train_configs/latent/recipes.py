@@ -186,7 +186,6 @@ def latent() -> Recipe:
         relative_window=63,  # 64 distances
         initial_weights="torch",
         scale_scores_by_terms=True,
-        corrupted="due",
     )
     continuous = replace(discrete, state="continuous")
     rotary = replace(
@@ -208,7 +207,9 @@ def latent() -> Recipe:
             Stage(name="discrete", config=_paper(discrete)),
             Stage(
                 name="correction",
-                config=_paper(replace(discrete, size="l4_h16_d384", corruption=0.05)),
+                config=_paper(
+                    replace(discrete, size="l4_h16_d384", corruption=0.05, corrupted="due")
+                ),
             ),
             Stage(name="continuous", config=_paper(continuous)),
             Stage(name="end_to_end", config=_paper(rotary, end_to_end=4)),

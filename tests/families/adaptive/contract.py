@@ -47,6 +47,10 @@ CONTRACT = Contract(
         (AdaptiveOptions(gate_bias=0.0), "model.gate_bias=0.0 has no effect without memory"),
         (AdaptiveOptions(max_iterations=None, scale_init=-3.0), "model.scale_init=-3.0 has no eff"),
         (
+            AdaptiveOptions(max_iterations=None, decay_controls=True),
+            "model.decay_controls=True has no effect without loops",
+        ),
+        (
             AdaptiveOptions(exit_gate=True),
             "model.exit_gate=True does not work with model.family=adaptive",
         ),

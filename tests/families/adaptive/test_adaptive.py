@@ -17,7 +17,7 @@ from titan_loop.inference.cache import FullCache
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.schedule import Schedule
 
 EXACT = 1e-10  # both sides compute in float64
@@ -171,3 +171,10 @@ def test_a_run_is_evaluated_at_its_only_depth(source, tmp_path, capfd):
     train_run(config)
     assert main(["eval", str(tmp_path), "--windows", "2"]) == 0
     assert "R = 1 (trained)" in capfd.readouterr().out
+
+
+def test_a_frozen_model_reads_its_memory_forward_only():
+    options = AdaptiveOptions(local_slots=8, global_slots=4)
+    config = decoder_config(options, max_seq_len=16)
+    whole, frozen = (config.training_flops(16, 1, each) for each in ("all", "exit_gate"))
+    assert whole.matrices == 3 * frozen.matrices

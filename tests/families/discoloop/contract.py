@@ -86,5 +86,10 @@ CONTRACT = Contract(
         ),
         (PonderOptions(injection="additive"), "model.injection=additive"),
         (PonderOptions(coda_layers=1), "model.coda_layers=1"),
+        (PonderOptions(norm_placement="readout"), "model.norm_placement=readout has no effect"),
+        (
+            DiscoLoopOptions(top_k=1, temperature=0.5),
+            "model.temperature=0.5 has no effect with model.top_k=1",
+        ),
     ],
 )

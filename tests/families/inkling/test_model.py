@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.contracts.families import random_model
 from tests.families.inkling.contract import SMALL
@@ -113,6 +114,11 @@ def test_flops_count_what_a_token_visits():
         config.layers[n].matrix_elements + config.layers[n].message_elements for n in (2, 3)
     )
     assert two - one == 6 * looped
+    bias, (queries, keys) = layer.attention.bias, layer.attention.widths
+    with FlopCounterMode(display=False) as counted:
+        bias.build()(torch.zeros(1, 32, 64), torch.zeros(1, 32, 32, dtype=torch.int64), 1.0)
+    rest = 64 * (3 * queries + 2 * keys + layer.attention.sink.out_features)
+    assert layer.attention_elements - rest == counted.get_total_flops() / (2 * 32)
     assert layer.message_elements == 4 * (2 * 64 * 4 + 2 * 64 * 4)
     assert layer.mixture.active_elements == 64 * 8 + 2 * 3 * 64 * 32
     assert config.idle_parameters(looped=True) == 2 * 6 * 3 * 64 * 32

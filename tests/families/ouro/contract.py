@@ -37,5 +37,9 @@ CONTRACT = Contract(
     },
     refused=[
         (OuroOptions(readout_rank=64), "model.readout_rank=64 must be below"),
+        (
+            OuroOptions(positions="none", rope_theta=500.0),
+            "model.rope_theta=500 has no effect with model.positions=none",
+        ),
     ],
 )

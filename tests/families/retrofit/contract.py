@@ -92,6 +92,7 @@ CONTRACT = Contract(
         (model(adapter_rank=65), "model.adapter_rank=65 is more than the width, 64"),
         (model(adapter_sets=2), "no effect with model.adapter_rank=0"),
         (model(trained="new"), "there is neither bridge nor mixer nor adapter"),
+        (model(new_rate_factor=10.0), "model.new_rate_factor=10.0 has no effect"),
         (model(mixer=True, bridge=True), "model.mixer=True, which reads the prelude at every step"),
         (model(injection="additive"), "reads its prelude through model.bridge"),
     ],

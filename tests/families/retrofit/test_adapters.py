@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.families.ouro.hugging_face.conftest import randomise
 from tests.families.retrofit.conftest import TOKENS, logits
 from titan_loop.distributed.state_bytes import state_bytes
 from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
+from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
 from titan_loop.models.family import build_decoder, decoder_config
 
 SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "vocab_size": 300}
@@ -108,3 +111,32 @@ def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
     assert flops() - flops(trained="core") == prelude + 2 * layer + head
     new = {"adapter_rank": 3, "trained": "new"}
     assert flops(adapter_rank=3) - flops(**new) == prelude + 2 * layer + head + 2 * 2 * 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("options", "backward_steps", "gate_alone"),
+    [
+        ({"bridge": True, "trained": "new"}, None, False),
+        ({"bridge": True, "trained": "new", "exit_gate": False}, 2, False),
+        ({"adapter_rank": 3, "adapter_first_step": 2}, 2, False),
+        ({"adapter_rank": 3, "adapter_first_step": 3, "trained": "new"}, None, False),
+        ({"adapter_rank": 3, "trained": "core"}, None, False),
+        ({"mixer": True}, None, True),
+        ({"bridge": True, "adapter_rank": 3}, None, True),
+    ],
+    ids=str,
+)
+def test_flops_are_the_ones_that_torch_counts(options, backward_steps, gate_alone):
+    usual = {**SPLIT, "coda_layers": 0, "exit_gate": True}
+    model = build_decoder(RetrofitOptions(**{**usual, **options}), max_seq_len=16)
+    if gate_alone:
+        freeze_all_but_the_exit_gate(model)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        output = model(TOKENS[:, :16], recurrent_steps=3, backward_steps=backward_steps)
+        read = output.hidden_RBLD if model.exit_gate else output.hidden_RBLD[-1:]
+        results = [*map(model.lm_head, read), *output.exit_logit_RBL]
+        torch.stack([result.sum() for result in results]).sum().backward()
+    trainable = "exit_gate" if gate_alone else "all"
+    found = model.config.training_flops(16, 3, trainable, backward_steps)
+    # The first layer whose adapters train passes no gradient on.
+    assert found.total == pytest.approx(counted.get_total_flops() / 16, rel=0.015)

@@ -93,6 +93,11 @@ CONTRACT = Contract(
             XllmOptions(norm_placement="every_step"),
             "model.norm_placement=every_step has no effect here, model.state_norm has",
         ),
+        (XllmOptions(low_cycles=2), "model.low_cycles=2 has no effect with model.states=one"),
+        (
+            XllmOptions(injection="linear", injection_step=0.5),
+            "model.injection_step=0.5 has no effect with model.injection=linear",
+        ),
         (XllmOptions(untied_steps=3), "model.untied_steps=3 must divide the 2 looped layers"),
     ],
 )

@@ -98,8 +98,8 @@ class AdaptiveDecoder(GPT2Decoder):
             return LayerVisits(*(self.layers[0].iterations * count for count in visits))
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-            """As in the base class, with the matrix products of memory, forward and backward."""
-            memory = 6 * sum(layer.memory_elements for layer in self.layers)
+            """As in the base class, with the matrix products of memory."""
+            memory = (2 + 4 * reached) * sum(layer.memory_elements for layer in self.layers)
             return flops._replace(matrices=flops.matrices + memory)
 
     config: Config

@@ -105,6 +105,9 @@ def _check(options: AdaptiveOptions) -> None:
         problem = "has no effect without loops (model.max_iterations)"
         require_usual(options, ("scale_init",), problem)
     if options.local_slots is None and options.global_slots is None:
+        if options.max_iterations is None:
+            problem = "has no effect without loops (model.max_iterations) and without memory"
+            require_usual(options, ("decay_controls",), problem)
         problem = "has no effect without memory (model.local_slots, model.global_slots)"
         require_usual(options, ("gate_bias",), problem)
 

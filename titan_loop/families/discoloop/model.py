@@ -73,6 +73,8 @@ class DecodingOptions(LoopOptions):
         if self.top_k is not None and self.top_k > vocab_size:
             problem = f"is more than the {vocab_size} tokens of the vocabulary"
             raise UserError(f"model.top_k={self.top_k} {problem}; leave it out to keep all of them")
+        if self.top_k == 1:
+            require_usual(self, ("temperature",), "has no effect with model.top_k=1")
         return Decoding(self.temperature, self.top_k)
 
 

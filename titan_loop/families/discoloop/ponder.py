@@ -73,6 +73,8 @@ def decoder_config(
     """Return the architecture; arguments as in `Family.decoder_config`."""
     problem = "does not fit: every step of a PonderLM starts from the embeddings anyway"
     require_usual(options, ("injection",), problem)
+    problem = "has no effect: a step hands on the decoded embedding, which is read through the norm"
+    require_usual(options, ("norm_placement",), problem)
     return loop_config(
         PonderDecoder.Config,
         options,

@@ -99,8 +99,10 @@ class InklingBlock(DenseBlock):
             attention = self.attention
             assert isinstance(attention, InklingAttention.Config)
             dim, (queries, keys) = attention.dim, attention.widths
-            more = attention.sink.out_features + attention.bias.linear.out_features
-            return dim * (3 * queries + 2 * keys + more)
+            bias = attention.bias
+            more = attention.sink.out_features + bias.linear.out_features
+            bank = bias.linear.out_features * bias.extent
+            return dim * (3 * queries + 2 * keys + more) + bank
 
         @property
         def message_elements(self) -> int:

@@ -43,7 +43,7 @@ from titan_loop.models.family import (
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
-from titan_loop.models.loop_options import PLAIN_LOOP, LoopOptions
+from titan_loop.models.loop_options import PLAIN_LOOP, ROPE_THETA, LoopOptions
 
 SIZES = {
     "debugmodel": ModelSize(64, 6, 4, 32, vocab_size=128, recurrent_steps=3, n_kv_heads=2),
@@ -194,7 +194,7 @@ def decoder_config(
         relative_window=max(options.bias_extent, options.window),
         prelude_layers=options.prelude_layers,
         coda_layers=options.coda_layers,
-        rope_theta=1.0,
+        rope_theta=ROPE_THETA,
     )
     matrix = _drawn(options)
     config = loop_config(

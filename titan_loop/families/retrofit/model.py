@@ -20,6 +20,7 @@ Sources: Shapiro 2026, arXiv 2608.11233 (bridge); arXiv 2605.23872 (damped steps
 model).
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -139,32 +140,34 @@ class RetrofitDecoder(LoopDecoder):
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with adapters and bridge, and less where weights are frozen."""
-            if not reached:
-                return flops
-            matrices = flops.matrices
+            matrices, between, loop = flops.matrices, recurrent_steps - 1, len(self.looped)
             if self.adapters is not None:
                 elements = self.layers[self.looped.start].adapter_elements
-                before = self.adapters.first_step - 1
-                visits, back = (max(0, steps - before) for steps in (recurrent_steps, reached))
-                matrices += len(self.looped) * elements * (2 * visits + 4 * back)
+                adapted = max(0, recurrent_steps - self.adapters.first_step + 1)
+                matrices += loop * elements * (2 * adapted + 4 * min(adapted, reached))
             if self.bridge is not None:
-                between = recurrent_steps - 1
                 matrices += self.dim**2 * (2 * between + 4 * min(between, reached))
             if self.mixer is not None:
                 matrices += 2 * self.dim**2 * (2 * recurrent_steps + 4 * reached)
-            if self.trained == "all":
+            if self.trained == "all" or not reached:
                 return flops._replace(matrices=matrices)
-            # A frozen layer passes gradients on, at half the price; nothing before the loop trains.
+            # A frozen layer passes gradients on, at half the price, back to what trains first.
             visits = self.layer_visits(recurrent_steps, reached)
-            outside = visits.backward - reached * len(self.looped)
             start = self.prelude_layers * self.reaches_start(recurrent_steps, reached)
-            frozen = 2 * (outside - start) + 4 * start
-            frozen += 2 * reached * len(self.looped) * (self.trained == "new")
+            skipped = 4 * start
+            frozen = skipped + 2 * (visits.backward - reached * loop - start)
+            if self.trained == "new":
+                before = 0 if self.mixer is not None else 1 if self.bridge is not None else math.inf
+                if self.adapters is not None:
+                    before = min(before, self.adapters.first_step - 1)
+                passed = min(reached, max(0, recurrent_steps - before))
+                skipped += 4 * (reached - passed) * loop
+                frozen += (4 * reached - 2 * passed) * loop
+                reached = passed
             matrices -= frozen * self.layers[0].matrix_elements
-            attention = flops.attention * (
-                1 - 4 * start / (2 * visits.forward + 4 * visits.backward)
-            )
-            readouts = flops.readouts - 2 * self.dim * self.vocab_size
+            attention = flops.attention * (1 - skipped / (2 * visits.forward + 4 * visits.backward))
+            read = recurrent_steps if self.exit_gate is not None else 1
+            readouts = 2 * (read + min(read, reached)) * self.dim * self.vocab_size
             return flops._replace(matrices=matrices, attention=attention, readouts=readouts)
 
     config: Config
@@ -249,6 +252,9 @@ def decoder_config(
         raise UserError(
             "model.trained=new: there is neither bridge nor mixer nor adapter; use core or all"
         )
+    if not any((*parts, options.exit_gate)):
+        problem = "has no effect: there is neither bridge nor mixer nor adapter nor exit gate"
+        require_usual(options, ("new_rate_factor",), problem)
     noise = Noise.Config(std=options.start_noise) if options.start_noise else None
     config = dense_config(
         RetrofitDecoder.Config,

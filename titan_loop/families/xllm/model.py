@@ -84,7 +84,7 @@ class XllmOptions(LlamaOptions):
     (shared) or by one half of them each (split). A recurrent step is then a high cycle."""
 
     low_cycles: Annotated[int, Ge(1)] = 3
-    """Updates of the low state in every high cycle; with one state it has no effect."""
+    """Updates of the low state in every high cycle; needs two states."""
 
     core_passes: Annotated[int, Ge(1)] = 1
     """Passes through an update's layers; the injection runs before the first pass only."""
@@ -102,6 +102,11 @@ class XllmOptions(LlamaOptions):
 
 def _check(options: XllmOptions, shape: ModelSize) -> None:
     require_usual(options, ("norm_placement",), "has no effect here, model.state_norm has")
+    if options.states == "one":
+        require_usual(options, ("low_cycles",), "has no effect with model.states=one")
+    if options.injection in ("none", "linear"):
+        problem = f"has no effect with model.injection={options.injection}"
+        require_usual(options, ("injection_step",), problem)
     if options.injection == "none" and (options.start_state != "input" or options.prelude_norm):
         raise UserError(
             f"model.injection=none with model.start_state={options.start_state} and "
