@@ -18,7 +18,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -144,6 +144,17 @@ def _import_plugins() -> None:
     for name in filter(None, listed):
         fix = "name modules importable from the current folder"
         import_user_module(name, f"{PLUGINS}={name}", fix)
+
+
+def user_function(name: str, field: str, fix: str) -> Callable[..., Any]:
+    """Return a user's `PACKAGE.MODULE:FUNCTION`, named by a field; `UserError` if there is none."""
+    module, _, function = name.partition(":")
+    if not (module and function) or module.startswith("."):
+        raise UserError(f"{field}={name}: {fix}")
+    found = getattr(import_user_module(module, f"{field}={name}", fix), function, None)
+    if not callable(found):
+        raise UserError(f"{field}={name}: {module} has no function {function!r}")
+    return found
 
 
 def import_user_module(name: str, asked: str, fix: str) -> ModuleType:

@@ -111,13 +111,8 @@ def draw_curve(
 ) -> None:
     """Draw a noisy series faintly, and its running mean on top."""
     axes.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
-    mean, marker = smoothed(values), only_marker(tokens)
-    axes.plot(tokens, mean, color=color, linewidth=1.6, label=label, marker=marker)
-
-
-def only_marker(values: np.ndarray) -> str | None:
-    """Return a marker for a single point, which is invisible without one; else None."""
-    return "o" if len(values) == 1 else None
+    marker = "o" if len(tokens) == 1 else None  # a line of a single point is invisible
+    axes.plot(tokens, smoothed(values), color=color, linewidth=1.6, label=label, marker=marker)
 
 
 def depth_colors(count: int) -> list[Any]:

@@ -8,7 +8,7 @@ Format version 2:
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
                        `upcycled`: the source of every layer (`upcycling.upcycle_checkpoint`);
                        after merging `merged`: its parents (`merging.merge_checkpoints`)
-    best               the best checkpoint so far of a run with `--best`, see `best.py`
+    best               the best checkpoint so far of a run with `--best`, see `keep_policy.py`
     stage_end          whether the stage ended here; such a checkpoint is kept forever
     files              name -> {"bytes", "sha256"} of every file the ranks wrote
     sha256             of all of the above

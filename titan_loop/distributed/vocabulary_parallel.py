@@ -50,7 +50,6 @@ class SlicedVocabulary(Vocabulary):
         return head_weight_VD, hidden_RBLD
 
     def all_reduce_max(self, value: Tensor) -> None:
-        """Take the largest value over all slices, in place."""
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
 
     def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.inference.exit_policy import require_exit_policy
@@ -39,15 +38,11 @@ class TokenScorer:
     def __init__(
         self, model: LoopDecoder, readings: Sequence[Reading], *, batch_rows: int = 8
     ) -> None:
-        require_at_least(1, batch_size=batch_rows)
-        if not readings:
-            raise UserError("no reading was given: name a depth or an exit policy")
         for reading in readings:
             require_exit_policy(model, reading.policy)
         self.model = model
         self.readings = list(readings)
         self.deepest_step = max(reading.deepest_step for reading in readings)
-        self.forward_steps = 0  # run so far on this rank, times rows
         self._batch_rows = batch_rows
         self._device = model.tok_embeddings.weight.device
 
@@ -55,7 +50,6 @@ class TokenScorer:
         """Return the scores of all requests; collective."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
-            self._check(request)
             rows.setdefault((*request.context, *request.continuation)[:-1], []).append(index)
         longest_first = sorted(rows.items(), key=lambda row: -len(row[0]))
 
@@ -72,20 +66,6 @@ class TokenScorer:
             scores.update(zip(indices, row, strict=True))
         return [scores[index] for index in range(len(requests))]
 
-    def _check(self, request: TokenRequest) -> None:
-        context = self.model.config.max_seq_len
-        tokens = (*request.context, *request.continuation)
-        if len(tokens) - 1 > context:
-            raise UserError(
-                f"a request of {len(tokens)} tokens is longer than the context of {context}; "
-                "shorten it or raise max_length"
-            )
-        if not 0 <= min(tokens) <= max(tokens) < self.model.config.vocab_size:
-            raise UserError(
-                f"a request has token {max(tokens, key=abs)}, the model's vocabulary has "
-                f"{self.model.config.vocab_size}; use the tokenizer it was trained with"
-            )
-
     @torch.no_grad()
     def _score_batch(
         self, inputs: list[tuple[int, ...]], wanted: list[list[tuple[int, ...]]]
@@ -94,7 +74,6 @@ class TokenScorer:
         input_BL = pad_sequence(rows, batch_first=True)
         longest = input_BL.shape[1]
         output = self.model(input_BL, recurrent_steps=self.deepest_step, collect="all")
-        self.forward_steps += self.deepest_step * len(inputs)
         positions, labels, lengths = [], [], []
         for row, (tokens, continuations) in enumerate(zip(inputs, wanted, strict=True)):
             for continuation in continuations:

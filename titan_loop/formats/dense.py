@@ -103,7 +103,6 @@ class BlockShape(LlamaShape):
     def from_architecture(
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
-        """As in the base class."""
         whole = completed_architecture(architecture)
         block = {name: whole[name] for name in LLAMA_BLOCK if name in whole}
         plain = completed_architecture({"family": whole["family"]})
@@ -116,7 +115,6 @@ class BlockShape(LlamaShape):
         )
 
     def options(self, family: str | None = None, **more: Any) -> ModelOptions:
-        """As in the base class, with the block's."""
         return super().options(family, **self.block, **more)
 
     @property
@@ -126,7 +124,6 @@ class BlockShape(LlamaShape):
 
     @property
     def rotary_dim(self) -> int:
-        """As in the base class."""
         return self.block["rotary_dim"] or self.head_dim
 
     def block_options(self) -> Options:
@@ -134,7 +131,6 @@ class BlockShape(LlamaShape):
         return {**vars(self), **self.block}
 
     def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """As in the base class, with the block's norms and biases."""
         queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         biases = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}[self.block["attention_biases"]]
         rows = {"q": queries, "k": keys, "v": keys, "o": self.dim}
@@ -193,18 +189,13 @@ class UnrolledShape(BlockShape, DenseShape):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """As in the base class."""
         kind = config["model_type"]
         options = MODEL_TYPES[kind].read(config)
         block = {name: options.pop(name) for name in LLAMA_BLOCK if name in options}
         return cls(**options, block={**LLAMA_BLOCK, **block}, recurrent_steps=1, kind=kind)
 
     def checked(self) -> Self:
-        """Return the shape with a layer for every visit.
-
-        Raises:
-            UserError: A norm stands between two visits, or no dense model has such blocks.
-        """
+        """Return the shape with a layer for every visit; `UserError` if no dense model has it."""
         normed = self.norm_placement == "every_step"
         if normed and (self.recurrent_steps > 1 or self.coda_layers):
             raise UserError(
@@ -222,21 +213,17 @@ class UnrolledShape(BlockShape, DenseShape):
         return replace(shape, kind=_kind(shape))
 
     def stored_layer(self, index: int) -> int:
-        """As in the base class."""
         return self.visits[index] if self.visits else index
 
     def opened(self, folder: Path) -> SafetensorsFolder:
-        """As in the base class."""
         if self.kind != _FUSES:
             return super().opened(folder)
         return FusedFolder(folder, _FUSED, self.tensor_shapes())
 
     def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
-        """As in the base class."""
         return fuse(shapes, read, _FUSED) if self.kind == _FUSES else (shapes, read)
 
     def gguf_engine(self) -> tuple[str, bool]:
-        """As in the base class, by the model type."""
         engine = gguf_dense.ENGINES[self.kind]
         return engine.architecture, engine.neighbours
 
@@ -245,7 +232,6 @@ class UnrolledShape(BlockShape, DenseShape):
         return gguf_dense.keys(self.kind, self.block_options())
 
     def gguf_name(self, tensor: str) -> str | None:
-        """As in the base class."""
         return tensor if tensor == _FREQUENCIES else super().gguf_name(tensor)
 
     def gguf_layer_name(self, stem: str) -> str:
@@ -272,7 +258,6 @@ class UnrolledShape(BlockShape, DenseShape):
         return shapes, of_engine
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         model_type = MODEL_TYPES[self.kind]
         del config["hidden_act"]
@@ -281,7 +266,6 @@ class UnrolledShape(BlockShape, DenseShape):
         return config | own | model_type.write(self.block_options(), LLAMA_BLOCK)
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         stored = len(set(self.visits))
         note = f", unrolled from {stored}" if stored < self.n_layers else ""
         kind = MODEL_TYPES[self.kind].architecture.removesuffix("ForCausalLM")

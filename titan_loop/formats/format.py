@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
@@ -34,11 +33,6 @@ class Export:
     def read(self, tensor: str) -> Tensor:
         """Return a tensor by the format's name, in the checkpoint's dtype."""
         return self.shape.read(self.reader, tensor)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The weights' dtype, for formats that only have torch's dtypes."""
-        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ class FusedFolder(SafetensorsFolder):
                 self.shapes[name] = (size, *shape[1:])
 
     def read(self, name: str) -> Tensor:
-        """As in the base class."""
         stored, start, size = self._parts[name]
         return super().read(stored)[start : start + size]
 

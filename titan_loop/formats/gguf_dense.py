@@ -58,11 +58,7 @@ _NOPE_PERIOD = 4
 
 
 def keys(kind: str, options: Options) -> dict[str, Any]:
-    """Return GGUF's keys of a dense model beyond Llama's, without the architecture's name.
-
-    Raises:
-        UserError: llama.cpp would compute something else.
-    """
+    """Return GGUF's keys beyond Llama's; `UserError` if llama.cpp computes the model otherwise."""
     engine = ENGINES[kind]
     width = options["head_dim"] or options["dim"] // options["n_heads"]
     found: dict[str, Any] = {}

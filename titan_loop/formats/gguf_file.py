@@ -13,7 +13,9 @@ Source: the GGUF specification of ggml, and the tensor names of the `gguf` packa
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,22 +172,15 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
         if shape is None or shape.family != family or shape.gguf_architecture is None:
             continue
         if (shape.gguf_architecture == UNROLLED) == unrolled:
-            return _checked(shape.from_architecture(architecture, **arguments))
+            made = shape.from_architecture(architecture, **arguments)
+            made.gguf_metadata()  # refuses what llama.cpp would compute otherwise
+            if made.slots > MOST_VISITS:
+                raise UserError(
+                    f"llama.cpp runs at most {MOST_VISITS} layers, and this model has {made.slots} "
+                    "with every recurrent step counted; export fewer steps with --recurrent-steps"
+                )
+            return made
     raise UserError(f"model.family={family}: llama.cpp cannot run it {_FORMS[unrolled]}")
-
-
-def _checked(shape: LlamaShape) -> LlamaShape:
-    shape.gguf_metadata()  # refuses what llama.cpp would compute otherwise
-    if shape.slots > MOST_VISITS:
-        raise UserError(
-            f"llama.cpp runs at most {MOST_VISITS} layers, and this model has {shape.slots} with "
-            "every recurrent step counted; export fewer steps with --recurrent-steps"
-        )
-    return shape
-
-
-def _programs(shape: LlamaShape) -> str:
-    return shape.gguf_programs
 
 
 GGUF = Format(
@@ -193,14 +188,11 @@ GGUF = Format(
     shape=partial(_fitting, False),
     write=write,
     dtypes=tuple(MIXTURES),
-    programs=_programs,
+    programs=attrgetter("gguf_programs"),
     tokenizer_problem=tokenizer_problem,
 )
-GGUF_UNROLLED = Format(
+GGUF_UNROLLED = replace(
+    GGUF,
     summary="file for llama.cpp in which every visit is a layer of Llama, Qwen 3, Gemma 3, …",
     shape=partial(_fitting, True),
-    write=write,
-    dtypes=tuple(MIXTURES),
-    programs=_programs,
-    tokenizer_problem=tokenizer_problem,
 )

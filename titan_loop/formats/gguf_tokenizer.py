@@ -58,11 +58,7 @@ class Vocabulary(NamedTuple):
 
 
 def open_vocabulary(tokenizer: TokenizerExport) -> Vocabulary:
-    """Read a tokenizer; warn of texts that get other ids in llama.cpp.
-
-    Raises:
-        UserError: llama.cpp has no such tokenizer, or reads many texts otherwise.
-    """
+    """Read a tokenizer; warn of texts that get other ids in llama.cpp, `UserError` for many."""
     path = tokenizer.path
     record = _record(path)
     for problem in _problems(record, approximate=tokenizer.approximate):

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
 
+import torch
+
 import titan_loop
 from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.checkpoint.safetensors_files import write_folder
@@ -122,9 +124,8 @@ def write_model_folder(export: Export, output: Path) -> None:
         logger.warning(f"{output}: {card.warning}")
     shapes, read = shape.as_stored(shape.written_shapes(), export.read)
     with staged_folder(output) as folder:
-        write_folder(
-            folder, shapes, export.torch_dtype, read, max_shard_bytes=export.max_shard_bytes
-        )
+        dtype: torch.dtype = getattr(torch, export.dtype)
+        write_folder(folder, shapes, dtype, read, max_shard_bytes=export.max_shard_bytes)
         if tokenizer is not None:
             tokenizer.write(folder, max_positions=shape.max_positions)
         for package in shape.code:

@@ -50,11 +50,7 @@ def write(export: Export, output: Path) -> None:
 
 
 def build(export: Export) -> "ModelProto":
-    """Return the model, checked.
-
-    Raises:
-        UserError: The package onnx is missing, or the file would have more than 2 GiB.
-    """
+    """Return the model, checked; `UserError` without the package onnx, or beyond 2 GiB."""
     shape = export.shape
     assert isinstance(shape, OnnxShape)
     bits = _BITS[export.dtype]

@@ -1,5 +1,6 @@
 """Layers of dense models as nodes of an ONNX graph."""
 
+from titan_loop.formats.dense import NORMS
 from titan_loop.formats.onnx_graph import FLOAT, Graph
 from titan_loop.formats.onnx_shape import OnnxShape
 
@@ -43,7 +44,8 @@ class Layers:
         `past` are keys and values of earlier tokens, (1, K, S, H).
         """
         shape, layer = self.shape, f"model.layers.{index}"
-        norms, factor = shape.norms_of_layer(), shape.layer_factor(index)
+        norms = {own: name for name, own in NORMS[shape.block["norm_order"]].items()}
+        factor = shape.layer_factor(index)
 
         def normed(x: str, place: str) -> str:
             return graph.norm(x, f"{layer}.{norms[place]}") if place in norms else x

@@ -44,7 +44,8 @@ class LoopGraph:
     def build(self) -> GraphProto:
         """Return the whole graph."""
         graph, shape = self.graph, self.shape
-        x = graph.scaled(self._embedded(), shape.embedding_factor())
+        factor = shape.dim**0.5 if shape.scale_embeddings else shape.block["embedding_scale"]
+        x = graph.scaled(self._embedded(), factor)
         x, prelude = self._outside(graph, 0, x)
         token, looped, coda = self._loop(x)
         self._append(self._by_slot([*prelude, *coda], looped))

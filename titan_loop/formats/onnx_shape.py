@@ -3,12 +3,11 @@
 A family whose steps have parts of their own has a subclass in its folder, which says them.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from titan_loop.formats.dense import NORMS, BlockShape
+from titan_loop.formats.dense import BlockShape
 from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.models.dense import DenseOptions, rotations
 from titan_loop.models.final_norm import NormPlacement
@@ -55,20 +54,11 @@ class OnnxShape(BlockShape):
         own = self.branch_factor if index in self.looped else 1.0
         return own * self.block["residual_multiplier"]
 
-    def embedding_factor(self) -> float:
-        """Return the factor on embeddings."""
-        return math.sqrt(self.dim) if self.scale_embeddings else self.block["embedding_scale"]
-
-    def norms_of_layer(self) -> Mapping[str, str]:
-        """Return a checkpoint's name of each norm of a layer → the format's."""
-        return {own: name for name, own in NORMS[self.block["norm_order"]].items()}
-
     def rotations(self) -> tuple[Rotation, ...]:
         """Return the rotations of layers with all keys, and of layers with a window if others."""
         return rotations(DenseOptions(rope_theta=self.rope_theta, **self.block), self.head_dim)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with the gate."""
         gate = {f"{GATE}.weight": (1, self.dim), f"{GATE}.bias": (1,)} if self.exit_gate else {}
         return super().tensor_shapes() | gate
 

@@ -33,11 +33,10 @@ from torch import Tensor
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.inference.measures import (
-    divergence_nats,
+    at_least_fp32,
     entropy_nats,
     hidden_distance,
     margin_change,
-    relative_distance,
 )
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import get_family
@@ -172,7 +171,7 @@ class FixedPoint(HiddenDifference):
     name: ClassVar[str] = "fixed_point"
 
     def _change(self, evidence: Evidence) -> Tensor:
-        return relative_distance(evidence.hidden_BLD, evidence.before_BLD)
+        return super()._change(evidence) / at_least_fp32(evidence.hidden_BLD).norm(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -274,9 +273,11 @@ class KLAndEntropy(ExitPolicy):
 
     @staticmethod
     def _change(evidence: Evidence) -> Tensor:
-        assert evidence.log_prob_BLV is not None
-        assert evidence.log_prob_before_BLV is not None
-        return divergence_nats(evidence.log_prob_BLV, evidence.log_prob_before_BLV)
+        """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
+        log_prob_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
+        assert log_prob_BLV is not None
+        assert before_BLV is not None
+        return (log_prob_BLV.exp() * (log_prob_BLV - before_BLV)).sum(-1)
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True where both bounds hold: a small KL alone halts too early."""

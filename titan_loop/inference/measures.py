@@ -22,16 +22,6 @@ def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
     return (at_least_fp32(hidden_BLD) - at_least_fp32(before_BLD)).norm(dim=-1)
 
 
-def relative_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
-    """Return ‖h_r − h_{r−1}‖₂ / ‖h_r‖₂ per token, (B, L)."""
-    return hidden_distance(hidden_BLD, before_BLD) / at_least_fp32(hidden_BLD).norm(dim=-1)
-
-
-def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
-    """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
-    return (log_prob_BLV.exp() * (log_prob_BLV - log_prob_before_BLV)).sum(-1)
-
-
 def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
     """Return H(P_r) per token, (B, L), from finite log-probabilities."""
     return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)

@@ -54,7 +54,6 @@ class GELUGatedFeedForward(GatedFeedForward):
         """As in `FeedForward`."""
 
     def act(self, gate_BLF: Tensor) -> Tensor:
-        """As in the base class."""
         return F.gelu(gate_BLF, approximate="tanh")
 
 

@@ -60,11 +60,9 @@ class DiagonalInjection(AdditiveInjection):
         self.weight = nn.Parameter(torch.empty(config.dim))
 
     def start(self, embedding_BLD: Tensor) -> Injected:
-        """Return the carry of step 1."""
         return Injected(embedding_BLD, embedding_BLD)
 
     def forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor) -> Tensor:
-        """Return x_r."""
         rate_D = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).sigmoid()
         mixed_BLD = embedding_BLD + rate_D * (hidden_BLD - embedding_BLD)
         return mixed_BLD.to(hidden_BLD.dtype)

@@ -125,11 +125,9 @@ class LearnedPositions(Positions):
         self.table = config.table.build()
 
     def tables(self) -> tuple[nn.Module, ...]:
-        """Return the table."""
         return (self.table,)
 
     def embedded(self, embedding_BLD: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return the sum of both vectors."""
         return embedding_BLD + self.table(positions_BL).to(embedding_BLD.dtype)
 
 
@@ -216,7 +214,6 @@ class DebertaScores(DistanceScores):
         )
 
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
-        """Return (B, N, L, S) scores before they are scaled."""
         of_query_NHW, of_key_NHW = self.weight.to(q_BLNH.dtype)
         query_BNLW = q_BLNH.transpose(1, 2) @ of_query_NHW
         k_BLNH = every_head(k_BLNH, q_BLNH.shape[2])
@@ -312,9 +309,7 @@ class NoRotation(RotateHalf):
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return both unchanged."""
         return query, key
 
     def rotated(self, x_BLNH: Tensor, rope_BLH: Tensor | None) -> Tensor:  # type: ignore[override]
-        """Return the heads unchanged."""
         return x_BLNH

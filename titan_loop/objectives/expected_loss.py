@@ -163,7 +163,6 @@ class ExpectedExitLoss(StreamedLoss):
         self.entropy_weight = 0.0
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
-        """Take β of this training step."""
         self.entropy_weight = values["entropy_weight"]
 
     def warning(self, metrics: Mapping[str, Any]) -> str | None:
@@ -173,7 +172,6 @@ class ExpectedExitLoss(StreamedLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         if not output.exit_logit_RBL:
             loss, ce_RBL = readout(

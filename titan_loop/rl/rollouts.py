@@ -28,7 +28,8 @@ from titan_loop.data.load.batches import BatchesRead, Position, pinned
 from titan_loop.data.load.pipeline_loader import pack_state, read_state
 from titan_loop.data.load.task_loader import TaskLoader, clear
 from titan_loop.data.load.windows import Batch, Window, empty_batch
-from titan_loop.data.tasks.prompt_file import PromptFile, contents
+from titan_loop.data.source_card import file_sha256
+from titan_loop.data.tasks.prompt_file import PromptFile
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import load_checkpoint
@@ -231,7 +232,7 @@ class RolloutLoader(TaskLoader):
         own = ("group", "exit", "updates", "redraws", "step_price", "overlong_buffer", "dtype")
         rollouts = {name: getattr(config, name) for name in own}
         if isinstance(config.task, PromptFile):
-            rollouts["sha256"] = contents(config.task.path)
+            rollouts["sha256"] = file_sha256(Path(config.task.path))
         return {**super().describe(config, seq_len), "rollouts": rollouts}
 
     def write_with(self, writer: Writer, log: Path | None) -> None:

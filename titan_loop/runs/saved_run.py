@@ -302,8 +302,10 @@ class SavedRun:
 
     def generated_task(self) -> "Task | None":
         """Return the task whose examples the run reads; None for text or before a checkpoint."""
+        from titan_loop.data.tasks.recorded_task import recorded_task  # numpy, too
+
         newest = self.newest("manifest")
-        return None if newest is None else _recorded_task(newest.manifest["data"])
+        return None if newest is None else recorded_task(newest.manifest["data"])
 
     def _cards(self) -> dict[Path, SourceCard]:
         there = (source for source in self.sources if (source / CARD_NAME).is_file())
@@ -362,12 +364,6 @@ def _parsed(mixture: Sequence[str]) -> "tuple[MixtureEntry, ...]":
     from titan_loop.data.load.mixture import parse_mixture  # numpy, which `status` does without
 
     return parse_mixture(mixture) if mixture else ()
-
-
-def _recorded_task(state: Mapping[str, Any]) -> "Task | None":
-    from titan_loop.data.tasks.recorded_task import recorded_task  # numpy, too
-
-    return recorded_task(state)
 
 
 def _find_origin(

@@ -224,7 +224,6 @@ class ServedBatch(Batch):
     """A batch whose rows sample in their own ways."""
 
     def sample(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[int]:
-        """Draw a token for each of `rows` from (B, V) logits, and note its log-probability."""
         served = cast(Sequence[ServedRow], rows)
         tokens = logits_BV.argmax(-1).tolist()
         kinds = {row.settings.sampling for row in served}
@@ -244,12 +243,10 @@ class ServedBatch(Batch):
         return tokens
 
     def admit(self, rows: Sequence[Row]) -> None:
-        """Append rows whose prompts are done."""
         super().admit([*rows])
         self._show_rows()
 
     def drop_finished(self) -> None:
-        """Drop the rows that have ended."""
         super().drop_finished()
         self._show_rows()
 

@@ -47,14 +47,9 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         ) from error
     if ids > _MOST_IDS:
         raise UserError(f"tokenizer {path} has the id {ids - 1}; the limit is {_MOST_IDS - 1}")
-    keep_whole(tokenizer)
-    return tokenizer
-
-
-def keep_whole(tokenizer: "Tokenizer") -> None:
-    """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`."""
-    tokenizer.no_truncation()
+    tokenizer.no_truncation()  # some publishers leave both on
     tokenizer.no_padding()
+    return tokenizer
 
 
 def same_ids(first: Path, second: Path) -> bool:

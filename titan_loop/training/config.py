@@ -151,10 +151,6 @@ def _default_training() -> TrainingConfig:
     )
 
 
-def _default_compilation() -> LoopCompileConfig:
-    return LoopCompileConfig(enable=compat.device_type() == "cuda")
-
-
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Trainer.Config):
     """A complete run; every field not marked as derived can be set on the command line."""
@@ -220,7 +216,9 @@ class RunConfig(Trainer.Config):
         default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     )
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    compile: LoopCompileConfig = field(default_factory=_default_compilation)
+    compile: LoopCompileConfig = field(
+        default_factory=lambda: LoopCompileConfig(enable=compat.device_type() == "cuda")
+    )
     activation_checkpoint: ActivationCheckpointingConfig = None
     float8: Float8 = "off"
     """Recipe for the layers' matrix products in float8; needs torchao, and is emulated without a
@@ -309,7 +307,9 @@ class RunConfig(Trainer.Config):
     def windows_needed(self) -> int:
         """Return the windows that the data must have: the run's, plus those that rewinds skip."""
         largest = max(batch_sizes(self.batch, self.training.seq_len, self.total_tokens))
-        return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
+        stability = self.stability
+        jumped = stability.skips * stability.rewinds if stability.skip_spikes else 0
+        return self.windows_of_the_run() + jumped * largest
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values that are the same in every process."""

@@ -162,12 +162,10 @@ class WindowLoader(GlobalBatchLoader):
         return identity
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """Read the window with this (source index, epoch, number)."""
         source, epoch, number = identity.tolist()
         self.sources[source].read_into(epoch, number, window)
 
     def progress(self) -> list[SourceProgress]:
-        """Return each source's progress, derived from `windows_consumed`."""
         counts = self.order.counts(self.windows_consumed).tolist()
         return [
             SourceProgress(name, count, count * self._seq_len, count / different)
@@ -184,7 +182,6 @@ class WindowLoader(GlobalBatchLoader):
         return [max(1, min(pair)) for pair in zip(every, repeated.tolist(), strict=True)]
 
     def require_windows(self, windows: int) -> None:
-        """Refuse a job of more windows than repetition caps allow."""
         if self.order.end is not None and windows > self.order.end:
             raise UserError(
                 f"total_tokens needs {windows} windows of {self._seq_len}, the mixture has "
@@ -233,7 +230,6 @@ class WindowLoader(GlobalBatchLoader):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the base class, with the windows and tokens read of each source."""
         progress = self.progress()
         read = {
             "windows": [source.windows for source in progress],

@@ -29,7 +29,7 @@ from titan_loop.data.load.changes import SOURCES
 from titan_loop.data.load.windows import Window
 from titan_loop.data.source_card import SHORT_DIGEST, file_sha256
 from titan_loop.errors import UserError
-from titan_loop.plugins import import_user_module
+from titan_loop.plugins import user_function
 from titan_loop.storage.json_files import DamagedFileError
 from titan_loop.text.encoding import DocumentEncoder
 from titan_loop.text.tokenizer import (
@@ -93,7 +93,8 @@ class PipelineLoader(GlobalBatchLoader):
         bos = template_bos(tokenizer, config.tokenizer_path, "correct its post_processor")
         self._begin = [] if bos is None else [bos]
         self._vocabulary = vocab_size(tokenizer)
-        self._function = find_pipeline(config.pipeline)
+        fix = "give PACKAGE.MODULE:FUNCTION, importable from the current folder"
+        self._function = user_function(config.pipeline, FIELD, fix)
         self._called = f"{FIELD}={config.pipeline} of rank {dp_rank}"
         self._pipeline: Any = None
         self._items: Iterator[Any] | None = None
@@ -279,12 +280,10 @@ class PipelineLoader(GlobalBatchLoader):
         return {**super().state_dict(), RANKS: self._dp_world_size, "read": {"windows": []}}
 
     def rank_files(self) -> dict[str, bytes]:
-        """Return the state of this rank's pipeline (see the base class)."""
         state = self._state() if self._before_fault is None else self._before_fault
         return {self._file: pack_state(state)}
 
     def load_rank_files(self, folder: Path) -> None:
-        """Continue this rank's pipeline (see the base class)."""
         if not self._resumes:
             return
         state = read_state(folder / self._file)
@@ -307,18 +306,6 @@ class PipelineLoader(GlobalBatchLoader):
                 "documents as a source, which any number can read"
             )
         self._resumes = True
-
-
-def find_pipeline(name: str) -> Callable[[int, int], Any]:
-    """Return the function `PACKAGE.MODULE:FUNCTION`; raise `UserError` if there is none."""
-    module, colon, function = name.partition(":")
-    fix = "give PACKAGE.MODULE:FUNCTION, importable from the current folder"
-    if not (module and colon and function) or module.startswith("."):
-        raise UserError(f"{FIELD}={name}: {fix}")
-    found = getattr(import_user_module(module, f"{FIELD}={name}", fix), function, None)
-    if not callable(found):
-        raise UserError(f"{FIELD}={name}: {module} has no function {function!r}")
-    return found
 
 
 def _told(error: Exception) -> str:

@@ -93,7 +93,6 @@ class TaskLoader(GlobalBatchLoader):
         return identity
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """See the base class."""
         all_targets, filled = self._config.all_targets, 0
         clear(window)
         for _, example in self._examples(identity):
@@ -101,7 +100,6 @@ class TaskLoader(GlobalBatchLoader):
             filled += place(window, example, labels, self._config.task.columns, start=filled)
 
     def depth(self, identity: np.ndarray) -> int:
-        """Return the steps that the deepest question of a window needs."""
         return max(self._config.task.depth(question) for question, _ in self._examples(identity))
 
     def _examples(self, identity: np.ndarray) -> Iterator[tuple[Any, Example]]:

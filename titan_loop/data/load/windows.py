@@ -149,13 +149,11 @@ class CutWindows(SourceWindows):
         return self.offset(epoch) + number * self.seq_len
 
     def read_into(self, epoch: int, number: int, window: Window) -> None:
-        """Read the cut `number` of `epoch` (see the base class)."""
         start = self.start(epoch, number)
         ids, ends = self.shards.read(start, self.seq_len + 1)
         window.fill(ids, ends, self.shards.read_mask(start, self.seq_len + 1))
 
     def describe_epoch(self) -> str:
-        """See the base class."""
         return (
             f"{self.windows_per_epoch} windows an epoch; the {self.unread_tokens_per_epoch} tokens "
             "before the first and behind the last are left out of it"
@@ -181,7 +179,6 @@ class PackedWindows(SourceWindows):
         return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
     def read_into(self, epoch: int, number: int, window: Window) -> None:
-        """See the base class."""
         size = self.seq_len + 1
         ids = np.full(size, self.shards.card.eos_id, dtype=np.int64)
         mask = np.zeros(size, dtype=np.uint8)
@@ -197,6 +194,5 @@ class PackedWindows(SourceWindows):
         window.fill(ids, np.asarray(ends, dtype=np.int64), mask)
 
     def describe_epoch(self) -> str:
-        """See the base class."""
         padding = f"{1 - self.fill:.1%} of their tokens are padding"
         return f"{self.windows_per_epoch} packed windows an epoch; {padding}"

@@ -105,7 +105,7 @@ def contents_of(path: Path) -> str:
         known = _BY_SUFFIX.get(suffix, "")
         if not name.name or suffix in _NOT_READ or path.name.endswith("~"):
             return OTHER
-        if _is_pointer(path):
+        if path.stat().st_size <= _LONGEST_POINTER and path.read_bytes().startswith(_POINTER):
             if not known:
                 return OTHER
             raise UserError(f"input {path} is only Git LFS's pointer to a file: run git lfs pull")
@@ -145,10 +145,6 @@ def _by_first_bytes(path: Path) -> str:
         if b"\0" in head or head.startswith(_WEB_ARCHIVE):
             return OTHER
         return "jsonl" if _first_line_is_object(head, file) else ""
-
-
-def _is_pointer(path: Path) -> bool:
-    return path.stat().st_size <= _LONGEST_POINTER and path.read_bytes().startswith(_POINTER)
 
 
 def _first_line_is_object(head: bytes, file: Any) -> bool:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE, Pipeline
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
@@ -39,9 +40,6 @@ from titan_loop.text.tokenizer import (
     token_bytes,
     vocab_size,
 )
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +137,7 @@ def _statistics(pipeline: Pipeline) -> dict[str, Counter[str]]:
     return totals
 
 
-def _text_hashes(folder: Path, tokenizer: "Tokenizer") -> Iterator[bytes]:
+def _text_hashes(folder: Path, tokenizer: Tokenizer) -> Iterator[bytes]:
     for path in folder.glob(_SHARDS):
         ids = np.memmap(path, dtype=f"<u{token_bytes(tokenizer)}", mode="r")
         ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
@@ -176,9 +174,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     return dict(dropped)
 
 
-def _split_card(
-    folder: Path, tokenizer: "Tokenizer", eos_id: int, counts: Counter[str]
-) -> SplitCard:
+def _split_card(folder: Path, tokenizer: Tokenizer, eos_id: int, counts: Counter[str]) -> SplitCard:
     shards: list[ShardCard] = []
     id_bytes = token_bytes(tokenizer)
     max_token_id = -1

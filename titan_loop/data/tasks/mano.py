@@ -52,7 +52,6 @@ class Mano(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return self._first_length + self.max_operations + 1
 
     @property
@@ -99,7 +98,6 @@ class Mano(Task):
         return question.expression
 
     def exam_key(self, seed: int, stratum: Any) -> int:
-        """See the base class."""
         return keyed_integer("mano exam", seed, stratum, self.modulus)
 
     def encode(self, question: Question) -> Example:

@@ -6,7 +6,6 @@ The task of a reward stage (`titan_loop/rl/README.md`): an answer ends with the 
 text or after `most_tokens`, and a verifier maps the record and the answer's text to a reward.
 """
 
-import hashlib
 import math
 import random
 import re
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
-from titan_loop.plugins import import_user_module
+from titan_loop.plugins import user_function
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.text.tokenizer import (
     END_OF_TEXT,
@@ -86,7 +85,6 @@ class PromptFile(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
         return vocab_size(_tokenizer(self.tokenizer))
 
     @property
@@ -98,29 +96,24 @@ class PromptFile(Task):
 
     @property
     def strata(self) -> Mapping[str, Any]:
-        """One kind of question."""
         return {"all": None}
 
     @property
     def end(self) -> int:
-        """Token that ends an answer."""
         return require_token(_tokenizer(self.tokenizer), END_OF_TEXT, "dataloader.tokenizer")
 
     @property
     def answer_limit(self) -> int:
-        """Tokens of an answer at most."""
         return self.most_tokens
 
     def choose(self, generator: random.Random, level: int) -> None:
         """There is one kind of question."""
 
     def draw(self, generator: random.Random, stratum: Any) -> Mapping[str, Any]:
-        """Draw a record."""
         records = _records(self.path)
         return records[int(generator.random() * len(records))]
 
     def identity(self, question: Mapping[str, Any]) -> tuple[object, ...]:
-        """Return the prompt."""
         return (question["prompt"],)
 
     def encode(self, question: Mapping[str, Any]) -> Example:
@@ -132,7 +125,6 @@ class PromptFile(Task):
         return Example.of_sequence(prompt, [*answer, self.end])
 
     def grade(self, question: Mapping[str, Any], answer: list[int]) -> float:
-        """Return the verifier's reward of an answer."""
         kept = [token for token in answer if token != self.end]
         text = _tokenizer(self.tokenizer).decode(kept, skip_special_tokens=False)
         reward = float(_verifier(self.verifier)(question, text))
@@ -154,11 +146,6 @@ def _records(path: str) -> list[dict[str, Any]]:
     return records
 
 
-def contents(path: str) -> str:
-    """Return the hash of a file of prompts."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
 @cache
 def _tokenizer(path: str) -> "Tokenizer":
     return load_tokenizer(path)
@@ -168,11 +155,7 @@ def _tokenizer(path: str) -> "Tokenizer":
 def _verifier(name: str) -> Verifier:
     if name in VERIFIERS:
         return VERIFIERS[name]
-    module, colon, function = name.partition(":")
     fix = f"give {', '.join(VERIFIERS)} or PACKAGE.MODULE:FUNCTION"
-    if not colon:
+    if ":" not in name:
         raise UserError(f"dataloader.verifier={name} is unknown; {fix}")
-    found = getattr(import_user_module(module, f"dataloader.verifier={name}", fix), function, None)
-    if found is None:
-        raise UserError(f"dataloader.verifier={name}: {module} has no function {function!r}")
-    return found
+    return user_function(name, "dataloader.verifier", fix)

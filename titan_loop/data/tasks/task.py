@@ -236,13 +236,11 @@ class Task(ABC):
         for name in self.strata if strata is None else strata:
             _draw_questions(self, count, name)
 
-    def exam(
-        self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
-    ) -> dict[str, list[Example]]:
+    def exam(self, count: int, *, strata: Sequence[str] | None = None) -> dict[str, list[Example]]:
         """Return at most `count` different held-out examples of each stratum, or some `strata`."""
         exam = {}
         for name in self.strata if strata is None else strata:
-            drawn = self.held_out_questions(_SPARE * count, self.strata[name], seed=seed)
+            drawn = self.held_out_questions(_SPARE * count, self.strata[name])
             distinct = {self.identity(question): question for question in drawn}
             exam[name] = [self.encode(question) for question in [*distinct.values()][:count]]
         return exam

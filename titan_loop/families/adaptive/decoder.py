@@ -98,8 +98,13 @@ class AdaptiveDecoder(GPT2Decoder):
             return LayerVisits(*(self.layers[0].iterations * count for count in visits))
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+<<<<<<< ours
             """As in the base class, with the matrix products of memory."""
             memory = (2 + 4 * reached) * sum(layer.memory_elements for layer in self.layers)
+=======
+            """As in the base class, with the matrix products of memory, forward and backward."""
+            memory = 6 * sum(bank.matrix_elements for each in self.layers for bank in each.banks)
+>>>>>>> theirs
             return flops._replace(matrices=flops.matrices + memory)
 
     config: Config
@@ -135,7 +140,6 @@ class AdaptiveDecoder(GPT2Decoder):
         return LoopOutput((gathered_BLD,), (), aux=self._aux(said))
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Apply every layer; arguments as in the base class."""
         return self._through_layers(carry, context)[0]
 
     def _through_layers(

@@ -129,11 +129,6 @@ class AdaptiveLayer(Module):
             """As in `DenseBlock`, for one iteration without memory."""
             return self.block.matrix_elements
 
-        @property
-        def memory_elements(self) -> int:
-            """Number of weights that reading the banks multiplies."""
-            return sum(bank.matrix_elements for bank in self.banks)
-
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config

@@ -60,7 +60,6 @@ class PonderCostLoss(ExpectedExitLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         loss, metrics = super().compute(readout, output, batch)
         labels_BL, valid_tokens, aux = batch.labels_BL, batch.valid_tokens, output.aux
 

@@ -77,7 +77,7 @@ class HrmDecoder(LoopDecoder):
         return Streams(embedding_BLD, self.low_start(torch.zeros_like(embedding_BLD)))
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Any:
-        """Run one high cycle; arguments as in the base class."""
+        """Run one high cycle."""
         (high_BLD, low_BLD), cycles = carry, self.config.low_cycles
         half = len(self.layers) // 2
         low, high = range(half), range(half, 2 * half)
@@ -114,7 +114,6 @@ class HrmDecoder(LoopDecoder):
         return hidden_BLD.high_BLD
 
     def prompt_columns(self, tokens_BL: Tensor, prefix_B: Tensor) -> Mapping[str, Tensor] | None:
-        """As in the base class."""
         if not self.config.prefix_lm:
             return None
         place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)

@@ -101,7 +101,6 @@ class HrmTextShape(LlamaShape):
         }
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """As in the base class."""
         return {
             "block_count": self.slots,
             "embedding_scale": self.embedding_scale,
@@ -132,7 +131,6 @@ class HrmTextShape(LlamaShape):
         }
 
     def opened(self, folder: Path) -> SafetensorsFolder:
-        """As in the base class."""
         return FusedFolder(folder, _FUSED, self.tensor_shapes())
 
     def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
@@ -140,7 +138,6 @@ class HrmTextShape(LlamaShape):
         return fuse(shapes, read, _FUSED)
 
     def parameter_name(self, tensor: str) -> str:
-        """As in the base class."""
         if tensor == _START:
             return "low_start.weight"
         return super().parameter_name(self._canonical(tensor))
@@ -153,7 +150,6 @@ class HrmTextShape(LlamaShape):
         )
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         return Card(
             about="HRM-Text: two stacks of layers that take turns.",
             tags=("looped-language-model", "hrm_text"),

@@ -219,7 +219,6 @@ class InklingDecoder(LoopDecoder):
             return mixture.num_experts / mixture.router.top_k
 
         def idle_parameters(self, *, looped: bool = False) -> int:
-            """As in the base class."""
             layers = [self.layers[n] for n in self.looped] if looped else self.layers
             return sum(layer.mixture.idle_elements for layer in layers)
 
@@ -266,7 +265,6 @@ class InklingDecoder(LoopDecoder):
         self._visits: list[tuple[int, Tensor]] | None = None
 
     def forward(self, *args: Any, **named: Any) -> LoopOutput:
-        """Run R passes; arguments as in the base class."""
         self._visits = []
         try:
             output = super().forward(*args, **named)
@@ -289,7 +287,6 @@ class InklingDecoder(LoopDecoder):
         return Handed(none_BL1, (none_BL1,) * made, hidden_BLD, blocks)
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Any:
-        """Run one pass; arguments as in the base class."""
         looped = self.config.looped
         handed = () if isinstance(step, int) and step == 1 else (*carry.passed, carry.hidden_BLD)
         start = carry.before_BLD, carry.before

@@ -237,11 +237,9 @@ class InklingShape(LlamaShape):
         return tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class."""
         return {tensor: shape for tensor, (_, shape) in _tensors(self).items()}
 
     def parameter_name(self, tensor: str) -> str:
-        """As in the base class."""
         return _tensors(self)[tensor][0]
 
     def opened(self, folder: Path) -> SafetensorsFolder:
@@ -249,7 +247,6 @@ class InklingShape(LlamaShape):
         return _TextParts(folder)
 
     def file_name(self, tensor: str) -> str:
-        """As in the base class."""
         return _FILE.get(tensor, tensor)
 
     def file_shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -265,7 +262,6 @@ class InklingShape(LlamaShape):
         return stored.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
     def as_stored(self, shapes: Shapes, read: Read) -> tuple[Shapes, Read]:
-        """As in the base class."""
         names = {self.file_name(tensor): tensor for tensor in shapes}
 
         def stored(name: str) -> Tensor:
@@ -280,7 +276,6 @@ class InklingShape(LlamaShape):
         return {name: self.file_shape(names[name], shapes[names[name]]) for name in names}, stored
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class."""
         kinds = [_FULL if n in self.full_layers else _WINDOWED for n in range(self.n_layers)]
         return {
             **{name: getattr(self, option) for option, (name, _) in _COUNTS.items()},
@@ -303,7 +298,6 @@ class InklingShape(LlamaShape):
         }
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         looped = self.n_layers - self.prelude_layers - self.coda_layers
         return Card(
             about=f"A looped mixture of {self.experts} experts: {self.n_layers} layers, of which "

@@ -58,7 +58,6 @@ class LatentSupervision(StreamedLoss):
     def compute(  # pyright: ignore[reportIncompatibleMethodOverride]  the head of the family
         self, readout: Callable[..., tuple[Tensor, ...]], output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its metrics."""
         labels_BL, depth_BL = batch.labels_BL, batch.columns["depth"]
         others = batch.columns["factors"].unbind(-1)
         valid_BL = labels_BL != IGNORE_INDEX

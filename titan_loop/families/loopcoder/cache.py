@@ -30,11 +30,9 @@ class WindowCache(LoopCache):
 
     @classmethod
     def entries(cls, shape: CacheShape) -> int:
-        """As in the base class."""
         return shape.layers * (shape.capacity + (shape.steps - 1) * cls._window(shape))
 
     def select(self, rows: Sequence[int]) -> None:
-        """As in the base class."""
         super().select(rows)
         self._near[:, :, :, : len(rows)] = self._near[:, :, :, list(rows)]
 
@@ -66,7 +64,6 @@ class WindowCache(LoopCache):
         return keys_BWNH, values_BWNH
 
     def leave_prompt(self, first_row: int, length: int, step: int) -> None:
-        """As in the base class."""
         for deeper in range(step + 1, self.shape.steps + 1):
             for layer in range(self.shape.layers):
                 ring = self._near[:, deeper - 2, layer, first_row : self.rows]

@@ -149,7 +149,6 @@ class LoopCoderBlock(DenseBlock):
         *,
         first: Pair | None = None,
     ) -> tuple[Tensor, Pair]:
-        """Apply the layer once; arguments as in `TwoReachAttention.forward`."""
         assert self.attention_norm is not None
         assert self.ffn_norm is not None
         normed_BLD = self.attention_norm(x_BLD)
@@ -208,7 +207,6 @@ class LoopCoderDecoder(LoopDecoder):
         return Passed(hidden_BLD, ((none_BL11, none_BL11),) * len(self.layers))
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Any:
-        """Apply every layer once; arguments as in the base class."""
         hidden_BLD, first = carry.hidden_BLD, []
         told = step
         if isinstance(step, int) and context.cache is None and not self.tells_step:
@@ -234,5 +232,4 @@ class LoopCoderDecoder(LoopDecoder):
     def read(
         self, hidden_BLD: Any, context: LoopContext, step: int | Tensor | None = None
     ) -> Tensor:
-        """As in the base class."""
         return super().read(hidden_BLD.hidden_BLD, context, step)

@@ -71,14 +71,12 @@ class LoopCoderShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, by default with the released class's number of loops."""
         known = super().read_fields({**config, "loop_num": config.get("loop_num", LOOPS)})
         if known["recurrent_steps"] != LOOPS:
             raise unsupported("loop_num", known["recurrent_steps"], LOOPS)
         return known
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with the gates."""
         shapes = super().tensor_shapes()
         for index in range(self.n_layers):
             shapes[f"{_GATE}{index}.weight"] = (self.n_heads, self.dim // self.n_heads)
@@ -93,7 +91,6 @@ class LoopCoderShape(LlamaShape):
         return f"layers.{index}.attention.mix.{kind}"
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         return Card(
             about=f"A looped language model: {self.n_layers} Llama blocks, applied twice to every "
             "token. The second time they read the first loop's keys globally, and "

@@ -73,7 +73,6 @@ class MoEBlock(DenseBlock):
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> tuple[Tensor, Routing]:
-        """Apply the layer once; arguments as in `DenseBlock`."""
         x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
         step = None if cache_slot is None else cache_slot.step
         mixed_BLD, routing = self.moe(self.ffn_norm(x_BLD), step)

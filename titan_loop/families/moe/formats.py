@@ -71,12 +71,7 @@ class MoEShape(UnrolledShape):
     dense_layers: tuple[int, ...] = ()
 
     def checked(self) -> Self:
-        """As in the base class.
-
-        Raises:
-            UserError: Also if an option has a value that the format does not support, or a layer
-                is dense where the format has none.
-        """
+        """As in the base class; also refuses options and dense layers that the format lacks."""
         for name, value in self.fixed_options.items():
             if getattr(self, name) != value:
                 raise UserError(
@@ -127,7 +122,6 @@ class MoEShape(UnrolledShape):
         return self.shared_experts or int(self.shared_always)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with the experts of the sparse visits."""
         shapes: dict[str, tuple[int, ...]] = {}
         mixture = dict(self.mixture_shapes())
         for name, shape in super().tensor_shapes().items():
@@ -189,7 +183,6 @@ class MoEShape(UnrolledShape):
         return f"{layer}expert_bias_SE", row
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class, with the experts."""
         config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
         return config | {
             "model_type": self.model_type,
@@ -203,7 +196,6 @@ class MoEShape(UnrolledShape):
         raise NotImplementedError
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         stored = len({*self.visits})
         note = f", unrolled from {stored}" if stored < self.n_layers else ""
         return Card(
@@ -245,7 +237,6 @@ class MixtralShape(MoEShape):
                 )
 
     def mixture_config(self) -> dict[str, Any]:
-        """As in the base class."""
         return {
             "intermediate_size": self.expert_hidden_dim,
             "num_experts_per_tok": self.top_k,
@@ -273,7 +264,6 @@ class GlmShape(MoEShape):
             raise _misplaced(self, "only leading layers")
 
     def mixture_config(self) -> dict[str, Any]:
-        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         return {
             "first_k_dense_replace": dense.index(False),
@@ -320,7 +310,6 @@ class ErnieShape(MoEShape):
         return weight
 
     def mixture_config(self) -> dict[str, Any]:
-        """As in the base class."""
         dense = [self.is_dense(visit) for visit in range(self.n_layers)]
         start, stop = _sparse_span(dense)
         return {

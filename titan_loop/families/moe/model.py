@@ -106,11 +106,7 @@ class MoEOptions(ExpertOptions, LlamaOptions):
 
 
 def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
-    """Return the architecture; arguments as in `Family.decoder_config`.
-
-    Raises:
-        UserError: As `llama_config`; or experts and layers that do not fit together.
-    """
+    """Return the architecture; `UserError` also if experts and layers do not fit together."""
     _check(options, shape)
     config = llama_config(
         MoEDecoder.Config,

@@ -56,7 +56,6 @@ class MoELoss(ExpectedExitLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         loss, metrics = super().compute(readout, output, batch)
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         balance_BL = output.aux["balance"].unsqueeze(1).expand(labels_BL.shape)

@@ -59,7 +59,6 @@ class NanbeigeShape(DenseShape):
         return super().read_fields(config) | {"norm_placement": placement}
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class, with the loop."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | self.gguf_metadata()
 
     def gguf_metadata(self) -> dict[str, Any]:
@@ -70,7 +69,6 @@ class NanbeigeShape(DenseShape):
         }
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         between = ", each with the norm" if self.norm_placement == "every_step" else ""
         return Card(
             about=f"A looped language model: {self.n_layers} Llama blocks, applied "

@@ -188,7 +188,6 @@ class AdaptiveGateLoss(StreamedLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         assert output.exit_logit_RBL, "the model has no exit gate"
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)

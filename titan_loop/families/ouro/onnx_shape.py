@@ -13,5 +13,4 @@ class OuroOnnxShape(OnnxShape):
     family: ClassVar[str] = "ouro"
 
     def checked(self) -> Self:
-        """As in the base class."""
         return replace(self, block={**self.block, "norm_order": "both"})

@@ -112,8 +112,3 @@ def read_one(weight: Tensor, *, prelude: bool) -> None:
         keep_shard(weight, whole.to(weight.to_local()))
     else:
         weight.copy_(whole)
-
-
-def mixer_config(width: int, *, noise: bool) -> Mixer.Config:
-    """Return a mixer whose first step passes the prelude on, even if the state is noise."""
-    return Mixer.Config(dim=width, param_init={"weight": partial(read_one, prelude=noise)})

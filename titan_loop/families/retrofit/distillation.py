@@ -123,7 +123,6 @@ class DistillationLoss(StreamedLoss):
     def compute(
         self, readout: LMHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         last_BLD = output.hidden_RBLD[-1]
         teacher_VD = None
         if self._place:

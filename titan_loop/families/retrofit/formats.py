@@ -72,7 +72,6 @@ class RetrofitShape(BlockShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, with the block's options and the loop's parts."""
         block = read_block(config.get("block", {}))
         of_block = ("hidden_act", "attention_bias", "mlp_bias", "head_dim")
         llama = {name: value for name, value in config.items() if name not in of_block}
@@ -87,7 +86,6 @@ class RetrofitShape(BlockShape):
         return known | {"start_noise": float(noise)}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with bridge or mixer."""
         shapes = super().tensor_shapes()
         if self.bridge:
             shapes["model.bridge.weight"] = (self.dim, self.dim)
@@ -97,7 +95,6 @@ class RetrofitShape(BlockShape):
         return shapes
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class, with the loop."""
         gelu = self.block["activation"] == "gelu"
         unlike = {name: value for name, value in self.block.items() if value != LLAMA_BLOCK[name]}
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
@@ -111,7 +108,6 @@ class RetrofitShape(BlockShape):
         }
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         core = self.n_layers - self.prelude_layers - self.coda_layers
         return Card(
             about=f"A language model of {self.n_layers} layers, of which {core} are applied "
@@ -131,7 +127,6 @@ class RetrofitUnrolledShape(UnrolledShape):
     adapter_first_step: int = 1
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As in the base class, with the adapters of the visit."""
         weight = super().read(reader, tensor)
         chosen = self._adapters_of(tensor)
         if chosen is None or weight.ndim < 2:

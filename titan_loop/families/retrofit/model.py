@@ -22,6 +22,7 @@ model).
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
@@ -41,7 +42,7 @@ from titan_loop.families.retrofit.bridge import (
     Mixer,
     Noise,
     bridge_config,
-    mixer_config,
+    read_one,
 )
 from titan_loop.models.block import DenseBlock
 from titan_loop.models.context import LoopContext
@@ -192,7 +193,6 @@ class RetrofitDecoder(LoopDecoder):
         return Injected(prelude_BLD if self.noise is None else self.noise(prelude_BLD), prelude_BLD)
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
-        """Return the first looped layer's input; arguments as in the base class."""
         if self.mixer is not None:
             return self.mixer(*carry)
         return carry if self.bridge is None else carry.hidden_BLD
@@ -207,7 +207,6 @@ class RetrofitDecoder(LoopDecoder):
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
     ) -> Carry:
-        """Return the next step's carry; arguments as in the base class."""
         if not self.config.keeps_prelude:
             return hidden_BLD
         if self.bridge is not None:
@@ -215,7 +214,6 @@ class RetrofitDecoder(LoopDecoder):
         return carry._replace(hidden_BLD=hidden_BLD)
 
     def units(self) -> list[Unit]:
-        """List the units, with bridge and mixer."""
         units = super().units()
         if self.bridge is not None:
             units.append(Unit("bridge", (self.bridge,), place="between"))
@@ -256,13 +254,15 @@ def decoder_config(
         problem = "has no effect: there is neither bridge nor mixer nor adapter nor exit gate"
         require_usual(options, ("new_rate_factor",), problem)
     noise = Noise.Config(std=options.start_noise) if options.start_noise else None
+    # The mixer's first step passes the prelude on, even if the state is noise.
+    reads = {"weight": partial(read_one, prelude=noise is not None)}
     config = dense_config(
         RetrofitDecoder.Config,
         options,
         shape,
         max_seq_len,
         bridge=bridge_config(shape.dim, options.norm_eps) if options.bridge else None,
-        mixer=mixer_config(shape.dim, noise=noise is not None) if options.mixer else None,
+        mixer=Mixer.Config(dim=shape.dim, param_init=reads) if options.mixer else None,
         noise=noise,
         damping=options.damping,
         adapters=adapters,

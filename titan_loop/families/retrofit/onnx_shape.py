@@ -28,7 +28,6 @@ class RetrofitOnnxShape(OnnxShape):
     damping: int = 1
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with bridge or mixer."""
         shapes = super().tensor_shapes()
         if self.bridge:
             shapes |= {"bridge.weight": (self.dim, self.dim), "bridge.norm.weight": (self.dim,)}

@@ -137,11 +137,7 @@ class Surgery:
         return chosen
 
     def options(self, dense: BlockOptions) -> BlockOptions:
-        """Return the looped model's options.
-
-        Raises:
-            UserError: The spans are not the dense model's layers, or the rank is above its width.
-        """
+        """Return the looped model's options; `UserError` if spans or rank do not fit the model."""
         architecture = decoder_config(dense, max_seq_len=1).architecture
         if self.mode == "tied" and architecture["relative_window"] is not None:
             raise UserError(
@@ -178,11 +174,7 @@ class Surgery:
 
 
 class Dense:
-    """The dense model to start from.
-
-    Raises:
-        UserError: It is not one stack of dense blocks that runs once.
-    """
+    """The dense model to start from; `UserError` unless it is one stack that runs once."""
 
     def __init__(self, run: SavedRun) -> None:
         self.run = run

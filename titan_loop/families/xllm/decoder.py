@@ -23,7 +23,7 @@ from torch import Tensor
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from titan_loop.families.xllm.injection import LinearInjection, weights_of
+from titan_loop.families.xllm.injection import LinearInjection
 from titan_loop.families.xllm.start_state import StartState
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -98,7 +98,7 @@ class XllmDecoder(LoopDecoder):
                 self.injection.sharding_config = mixed_states(
                     "hidden_BLD",
                     "embedding_BLD",
-                    weights=weights_of(self.injection),
+                    weights=tuple(self.injection.param_init or ()),
                     enable_sp=enable_sp,
                 )
             for norm in (self.prelude_norm, self.state_norm):
@@ -166,7 +166,6 @@ class XllmDecoder(LoopDecoder):
     def advance(
         self, carry: Carry, hidden_BLD: Any, step: int | Tensor, context: LoopContext
     ) -> Carry:
-        """Return the next step's carry; arguments as in the base class."""
         return carry._replace(hidden_BLD=hidden_BLD)
 
     def read(

@@ -61,7 +61,6 @@ class DrawnDepth(Callback):
     seed: int = SEED
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
-        """Return the plan with the drawn R."""
         return replace(plan, recurrent_steps=self.draw(plan.step - 1))
 
     def draw(self, index: int) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import INDEX, write_folder
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.data.source_card import file_sha256
 from titan_loop.errors import UserError
 from titan_loop.families.xllm.decoder import States
 from titan_loop.families.xllm.injection import PROJECTION_EPS, Injection
@@ -165,7 +166,6 @@ class XllmShape(LlamaShape):
         return injected or self.prelude_norm or self.state_norm
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with the injection and the prelude's norm."""
         shapes, dim = super().tensor_shapes(), self.dim
         if self.injection == "linear":
             shapes |= {"model.injection.weight": (dim, 2 * dim), "model.injection.bias": (dim,)}
@@ -180,7 +180,6 @@ class XllmShape(LlamaShape):
         return shapes
 
     def file_name(self, tensor: str) -> str:
-        """As in the base class."""
         if tensor in _OF_MODEL:
             return _OF_MODEL[tensor]
         if tensor.startswith("model.injection."):
@@ -199,7 +198,6 @@ class XllmShape(LlamaShape):
         return "loop_input_injection_module" if of_loop else "input_injection"
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """As in the base class."""
         if tensor.endswith("norm.weight"):
             return stored + 1
         heads = self._rotated_heads(tensor)
@@ -416,7 +414,7 @@ def _manifest(folder: Path, name: str, export: Export) -> dict[str, Any]:
         "files": [
             {
                 "path": file.relative_to(folder).as_posix(),
-                "sha256": _sha256(file),
+                "sha256": file_sha256(file),
                 "size_bytes": file.stat().st_size,
             }
             for file in files
@@ -424,11 +422,6 @@ def _manifest(folder: Path, name: str, export: Export) -> dict[str, Any]:
     }
     text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
     return manifest | {"manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 XLLM_FOLDER = folder_format(

@@ -60,7 +60,6 @@ class DiagonalInjection(AdditiveInjection):
         return hidden_BLD * decay_D, step_D * F.linear(embedding_BLD, self.weight)
 
     def forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor) -> Tensor:
-        """Return the core's input, (B, L, D)."""
         decayed_BLD, update_BLD = self.parts(hidden_BLD, embedding_BLD)
         return decayed_BLD + update_BLD
 
@@ -73,7 +72,6 @@ class OrthogonalInjection(DiagonalInjection):
         """Width D."""
 
     def forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor) -> Tensor:
-        """Return the core's input, (B, L, D)."""
         decayed_BLD, update_BLD = self.parts(hidden_BLD, embedding_BLD)
         dtype = torch.promote_types(decayed_BLD.dtype, torch.float32)
         state_BLD, along_BLD = decayed_BLD.to(dtype), update_BLD.to(dtype)
@@ -97,7 +95,6 @@ class LinearInjection(AdditiveInjection):
         self.bias = nn.Parameter(torch.empty(config.dim))
 
     def forward(self, hidden_BLD: Tensor, embedding_BLD: Tensor) -> Tensor:
-        """Return the core's input, (B, L, D)."""
         return F.linear(torch.cat((hidden_BLD, embedding_BLD), dim=-1), self.weight, self.bias)
 
 
@@ -125,11 +122,6 @@ def injection_config(
     }
     found = DiagonalInjection if kind == "diagonal" else OrthogonalInjection
     return found.Config(dim=dim, param_init=start)
-
-
-def weights_of(config: AdditiveInjection.Config) -> tuple[str, ...]:
-    """Return the names of an injection's parameters."""
-    return tuple(config.param_init or ())
 
 
 def _identity(weight: Tensor) -> None:

@@ -188,7 +188,6 @@ class LearnedDepth(Callback):
             self.prior = self._new()
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
-        """Return the plan with the drawn R."""
         return replace(plan, recurrent_steps=self.prior.draw(self._seed, plan.step))
 
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> None:
@@ -199,11 +198,9 @@ class LearnedDepth(Callback):
             self.prior.learn(trainer.plan.recurrent_steps, mean)
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
-        """Return mean and entropy of the distribution."""
         return self.prior.record()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the distribution's state."""
         return {KEY: self.prior.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

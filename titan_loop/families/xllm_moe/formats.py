@@ -73,7 +73,6 @@ class XllmMoEShape(XllmShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As in the base class, with the experts."""
         model, fields = config["model"], super().read_fields(config)
         router = model.get("moe_router_score_func", "sigmoid")
         if router not in ("sigmoid", "softmax"):
@@ -90,7 +89,6 @@ class XllmMoEShape(XllmShape):
         return super().options(family or ("moe" if self.is_plain else None), bias_rate=0.0, **more)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """As in the base class, with a mixture in place of each feed-forward."""
         wide = (self.experts, self.expert_hidden_dim, self.dim)
         narrow = (self.experts, self.dim, self.expert_hidden_dim)
         shared = self.shared_experts * self.expert_hidden_dim
@@ -111,7 +109,6 @@ class XllmMoEShape(XllmShape):
         return {f"layers.{layer}.moe.expert_bias_SE": (1, self.experts) for layer in layers}
 
     def file_name(self, tensor: str) -> str:
-        """As in the base class."""
         if tensor.endswith("post_attention_layernorm.weight"):
             return f"layers.{tensor.split('.')[2]}.moe.norm.weight"
         if ".mlp." not in tensor:
@@ -129,18 +126,15 @@ class XllmMoEShape(XllmShape):
         return (shape[0] * shape[1], shape[2]) if _EXPERTS in tensor else shape
 
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
-        """As in the base class."""
         if _EXPERTS in tensor:
             return stored.unflatten(0, (self.experts, -1))
         return super().loaded(tensor, stored)
 
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
-        """As in the base class."""
         weight = super().read(reader, tensor)
         return weight.flatten(0, 1) if _EXPERTS in tensor else weight
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-        """As in the base class, with the experts."""
         return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
             "moe_router_score_func": self.router,
             "moe_router_scaling_factor": self.score_scale,

@@ -34,7 +34,6 @@ class AdamWConfig(OptimizerSettings):
     """Added to the denominator."""
 
     def settings(self, group: ParameterGroup) -> GroupSettings:
-        """Return the settings of one of the model's groups."""
         return self._group(
             group.rate_factor / group.width_ratio,
             betas=(self.beta1, self.beta2),

@@ -48,7 +48,8 @@ class LoopOptimizers(OptimizersContainer):
 
         def settings(self, group: ParameterGroup) -> GroupSettings:
             """Return the optimiser and settings of a group."""
-            return (self.chosen if self.chosen.takes(group) else self.rest).settings(group)
+            takes = self.chosen.takes_all or group.is_hidden_matrix
+            return (self.chosen if takes else self.rest).settings(group)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         found: list[tuple[GroupSettings, list[str]]] = []

@@ -74,7 +74,6 @@ class MuonConfig(OptimizerSettings):
     def refusals(
         self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
     ) -> Iterator[Refusal]:
-        """Refuse what does not work with Muon."""
         offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
         if trainable == "exit_gate":
             problem = f"has no matrix to update with trainable={trainable}"

@@ -39,10 +39,6 @@ class OptimizerSettings:
     moments: ClassVar[int]
     takes_all: ClassVar[bool] = True
 
-    def takes(self, group: ParameterGroup) -> bool:
-        """Return whether it updates a group of the model's parameters."""
-        return self.takes_all or group.is_hidden_matrix
-
     def settings(self, group: ParameterGroup) -> GroupSettings:
         """Return the settings of one of the model's groups."""
         raise NotImplementedError

@@ -33,11 +33,6 @@ class StabilityConfig:
     rewinds: Annotated[int, Ge(0)] = 2
     """Most rewinds of a run; where it would need one more, it ends with exit code 4."""
 
-    @property
-    def most_jumped_steps(self) -> int:
-        """Most training steps whose data rewinds can jump over."""
-        return self.skips * self.rewinds if self.skip_spikes else 0
-
     def refusals(
         self, *, checkpoint: LoopCheckpointManager.Config, best_interval: int | None = None
     ) -> Iterator[Refusal]:

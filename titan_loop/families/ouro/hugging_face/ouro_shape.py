@@ -124,7 +124,6 @@ class OuroShape(LlamaShape):
         return _NEVER_EXITS if tensor.endswith("bias") else 0.0
 
     def card(self, name: str) -> Card:
-        """As in the base class."""
         stack = "1 layer" if self.n_layers == 1 else f"{self.n_layers} layers"
         ungated = "\nIt was trained without the gate, which never exits before the last step."
         return Card(
