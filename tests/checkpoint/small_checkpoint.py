@@ -24,6 +24,25 @@ class Payload:
         return os.system, (f"touch {self.marker}",)
 
 
+def content(step: int = 7, **architecture: Any) -> dict[str, Any]:
+    """Return what a manifest says of a step of a thousand tokens and one window each."""
+    trainer = {"step": step, "tokens": 1000 * step, "recurrent_steps": 4}
+    return {
+        "step": step,
+        "created": f"2026-11-21T12:00:0{step}+00:00",
+        "stage_end": False,
+        "trainer": {**trainer, "architecture": architecture},
+        "data": {"windows_consumed": step},
+        "lineage": {"parent": None, "stage": "1a"},
+    }
+
+
+def flip_a_bit(path: Path) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+
+
 def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     return {

@@ -38,8 +38,8 @@ from titan_loop.training.trainer import LoopTrainer
 def with_best(checkpoint: Path, step: int, loss: float = 1.0) -> Path:
     content = read_manifest(checkpoint)
     best = {"step": step, "held_out_loss": loss, "measured_on": "text"}
-    kept = {name: value for name, value in content.items() if name not in ("sha256",)}
-    write_manifest(checkpoint, {**kept, "best": best})
+    del content["sha256"]
+    write_manifest(checkpoint, {**content, "best": best})
     return checkpoint
 
 
@@ -125,11 +125,7 @@ def config_of(source: Path, folder: Path, *, limit: int = 0) -> LoopTrainer.Conf
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_keeps_its_best_checkpoint_through_a_restart(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_run_keeps_its_best_checkpoint_through_a_restart(source, tmp_path, monkeypatch):
     script = {1: 5.0, 2: 3.0, 3: 4.5, 4: 3.5, 5: 3.0, 6: 7.0}
     run = RunDirectory(tmp_path / "run")
     with monkeypatch.context() as scripted:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.small_checkpoint import flip_a_bit
 from titan_loop.checkpoint import choosing, manifest
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
@@ -35,12 +36,6 @@ def test_what_was_never_committed_does_not_count(tmp_path, caplog):
     found = newest_good(tmp_path, look_at="hashes")
     assert found == (10, read_manifest(tmp_path / "step-10"))
     assert not caplog.text  # an older save that never finished is not worth a warning
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.small_checkpoint import flip_a_bit
 from tests.support.holder import held
 from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config, train_run
 from titan_loop.checkpoint import saving
@@ -122,12 +123,6 @@ def test_a_run_whose_last_save_fails_does_not_end_well(source, tmp_path, monkeyp
     with pytest.raises(OSError, match=r"step-6 was not saved: OSError: \[Errno 28\]"):
         train(source, tmp_path / "run", retry_seconds=0.01)
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4]
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_damaged_checkpoint_is_left_aside_and_the_run_repeats_its_steps(

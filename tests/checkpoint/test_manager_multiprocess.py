@@ -107,8 +107,8 @@ def test_one_rank_failing_costs_that_checkpoint_only(gloo_pool, tmp_path, mode):
     assert not (tmp_path / "checkpoints" / "step-2").exists()
 
 
-def fail_to_stage_on_rank_one(folder: Path, mode: str) -> list[int]:
-    run = Run(folder, async_mode=mode)
+def fail_to_stage_on_rank_one(folder: Path) -> list[int]:
+    run = Run(folder, async_mode="async")
     stager = run.manager._stager
     assert stager is not None
     real = stager._stage
@@ -127,9 +127,8 @@ def fail_to_stage_on_rank_one(folder: Path, mode: str) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("mode", ["async"])
-def test_one_rank_that_cannot_copy_its_state_costs_that_checkpoint_only(gloo_pool, tmp_path, mode):
-    results = gloo_pool(2).run(fail_to_stage_on_rank_one, tmp_path, mode)
+def test_one_rank_that_cannot_copy_its_state_costs_that_checkpoint_only(gloo_pool, tmp_path):
+    results = gloo_pool(2).run(fail_to_stage_on_rank_one, tmp_path)
     assert results == [[1, 3], [1, 3]]
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.small_checkpoint import content, flip_a_bit
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
+from tests.support.command_lines import refused
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.checkpoint.merging import checked_weights, merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.evaluation.task_report import Results, TaskReport
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
@@ -27,22 +29,6 @@ from titan_loop.runs.run_directory import RunDirectory
 ARCHITECTURE = {"family": "ouro", "dim": 5, "n_layers": 1}
 WEIGHTS = (1.0, 2.5, 0.0, 4.0)
 """Some of these means lie exactly between two float32 numbers, which shares of 1/7.5 would miss."""
-
-
-def content(**architecture: int) -> dict[str, Any]:
-    return {
-        "step": 7,
-        "created": "2026-01-01T00:00:00+00:00",
-        "stage_end": False,
-        "trainer": {
-            "step": 7,
-            "tokens": 70,
-            "recurrent_steps": 4,
-            "architecture": {**ARCHITECTURE, **architecture},
-        },
-        "data": {"windows_consumed": 5},
-        "lineage": {"parent": None, "stage": "1a"},
-    }
 
 
 def entries(seed: int) -> dict[str, Any]:
@@ -68,7 +54,7 @@ def sources(tmp_path: Path) -> list[Path]:
     """Return four checkpoints of one architecture."""
     paths = [tmp_path / f"parent-{seed}" for seed in range(4)]
     for seed, path in enumerate(paths):
-        write_checkpoint(path, entries(seed), content())
+        write_checkpoint(path, entries(seed), content(**ARCHITECTURE))
     return paths
 
 
@@ -82,9 +68,7 @@ def mean_by_hand(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", [(), WEIGHTS])
-def test_every_weight_is_the_mean_rounded_once(
-    sources: list[Path], tmp_path: Path, weights: tuple[float, ...]
-):
+def test_every_weight_is_the_mean_rounded_once(sources, tmp_path, weights):
     merge_checkpoints(sources, tmp_path / "mean", weights=weights)
     merged = CheckpointReader(tmp_path / "mean")
     parents = [entries(seed) for seed in range(4)]
@@ -125,10 +109,8 @@ def test_the_manifest_names_the_parents_and_counts_no_tokens(sources: list[Path]
         ({"gate.w": torch.zeros(2)}, r"gate.w is torch.float32 \[2\] in .*, but missing in"),
     ],
 )
-def test_entries_that_differ_are_refused_by_name(
-    sources: list[Path], tmp_path: Path, change: dict[str, Any], message: str
-):
-    write_checkpoint(tmp_path / "other", {**entries(9), **change}, content())
+def test_entries_that_differ_are_refused_by_name(sources, tmp_path, change, message):
+    write_checkpoint(tmp_path / "other", {**entries(9), **change}, content(**ARCHITECTURE))
     with pytest.raises(UserError, match=message):
         merge_checkpoints([*sources, tmp_path / "other"], tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
@@ -156,29 +138,19 @@ def test_weights_that_do_not_fit_are_one_line(weights: list[float], message: str
         checked_weights(weights, 2)
 
 
-def error_of(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert main(["checkpoint", "merge", *map(str, arguments)]) == EXIT_USER_ERROR
-    captured = capfd.readouterr().err
-    assert captured.count("\n") == 1, captured
-    return captured
-
-
-def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
-    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(runs, tmp_path, capfd):
     first, second = runs
-    to_new = ("--output", tmp_path / "mean")
+    merge, to_new = ("checkpoint", "merge"), ("--output", tmp_path / "mean")
     other = tmp_path / "other"
     options = OuroOptions(n_layers=3, rope_theta=5e4)
     write_run(other, options, random_model(options))
-    message = error_of(capfd, first, other, *to_new)
+    message = refused(capfd, *merge, first, other, *to_new)
     assert "another architecture" in message
     assert "model.n_layers=2 (checkpoint: 3)" in message
 
-    shard = next(second.glob("checkpoints/*/*.distcp"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
-    assert "is damaged: __0_0.distcp has a different SHA-256" in error_of(capfd, *runs, *to_new)
+    flip_a_bit(next(second.glob("checkpoints/*/*.distcp")))
+    message = refused(capfd, *merge, *runs, *to_new)
+    assert "is damaged: __0_0.distcp has a different SHA-256" in message
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other"}
 
 

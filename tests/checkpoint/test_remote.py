@@ -47,12 +47,10 @@ def remote(run: Path, url: str = STORE) -> RemoteCheckpoints:
     return RemoteCheckpoints(url, stage="base", run=run)
 
 
-def uploader(run: Path, attempts: int = 3) -> Uploader:
-    return Uploader(remote(run), KeepPolicy(keep_latest_k=2), RetryPolicy(attempts, 0.0))
-
-
-def upload_all(run: Path, steps: list[int], attempts: int = 3) -> RemoteCheckpoints:
-    copies = uploader(run, attempts)
+def upload_all(
+    run: Path, steps: list[int], attempts: int = 3, url: str = STORE
+) -> RemoteCheckpoints:
+    copies = Uploader(remote(run, url), KeepPolicy(keep_latest_k=2), RetryPolicy(attempts, 0.0))
     for step in steps:
         there = run / "checkpoints" / f"step-{step}"
         copies.submit(there if there.exists() else committed(run / "checkpoints", step))
@@ -110,9 +108,7 @@ def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
 
 def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, tmp_path):
     upload_all(tmp_path / "one", [2])
-    with pytest.raises(
-        UserError, match=r"of another run; .* copy its owner.json to .*/remote.json"
-    ):
+    with pytest.raises(UserError, match=r"of another run; .* copy its owner.json to .*/remote.j"):
         RemoteCheckpoints(STORE, stage="base", run=tmp_path / "two")
     assert not (tmp_path / "two" / "remote.json").exists()
     assert remote(tmp_path / "two").steps() == [2]
@@ -175,12 +171,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="titan_loop")
-    store = remote(tmp_path / "one", f"{s3}/runs")
-    copies = Uploader(store, KeepPolicy(keep_latest_k=2), RetryPolicy(2, 0.0))
-    for step in (2, 4, 6):
-        copies.submit(committed(tmp_path / "one" / "checkpoints", step))
-    copies.close()
-    assert copies.remote.steps() == [4, 6]
+    assert upload_all(tmp_path / "one", [2, 4, 6], url=f"{s3}/runs").steps() == [4, 6]
     other = tmp_path / "two"
     fetch_if_needed(remote(other, f"{s3}/runs"), other)
     assert committed_steps(other / "checkpoints") == [6]

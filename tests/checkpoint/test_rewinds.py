@@ -12,12 +12,7 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, write_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
-from titan_loop.checkpoint.rewinds import (
-    REWINDS,
-    jumped_windows,
-    read_rewinds,
-    take_up_rewinds,
-)
+from titan_loop.checkpoint.rewinds import REWINDS, jumped_windows, read_rewinds, take_up_rewinds
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json

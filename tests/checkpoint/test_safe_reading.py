@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.checkpoint.small_checkpoint import (
-    Payload,
-    assert_one_line,
-    rewrite,
-    state,
-    write,
-    zeros,
-)
+from tests.checkpoint.small_checkpoint import Payload, assert_one_line, rewrite, state, write, zeros
 from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manifest import DamagedCheckpointError
 from titan_loop.errors import UserError

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import metadata as dcp
 
-from tests.checkpoint.small_checkpoint import (
-    assert_one_line,
-    rewrite,
-    write,
-)
-from titan_loop.checkpoint.manifest import (
-    TABLE,
-    DamagedCheckpointError,
-)
+from tests.checkpoint.small_checkpoint import assert_one_line, rewrite, write
+from titan_loop.checkpoint.manifest import TABLE, DamagedCheckpointError
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.errors import UserError
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.checkpoint.small_checkpoint import content
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
@@ -22,22 +23,6 @@ from titan_loop.models.family import build_decoder
 
 LENGTH = 12
 COPIES = 3
-
-
-def content(n_layers: int) -> dict[str, Any]:
-    return {
-        "step": 7,
-        "created": "2026-01-01T00:00:00+00:00",
-        "stage_end": True,
-        "trainer": {
-            "step": 7,
-            "tokens": 70,
-            "recurrent_steps": 4,
-            "architecture": {"dim": 64, "n_layers": n_layers},
-        },
-        "data": {"windows_consumed": 5},
-        "lineage": {"parent": None, "stage": "1a"},
-    }
 
 
 def build(n_layers: int) -> LoopDecoder:
@@ -52,7 +37,7 @@ def build(n_layers: int) -> LoopDecoder:
 def upcycled(parent: LoopDecoder, folder: Path, upcycling: Upcycling) -> LoopDecoder:
     """Return the deeper model, by way of two checkpoints."""
     source, target = folder / "parent", folder / "child"
-    write_checkpoint(source, parent.state_dict(), content(len(parent.layers)))
+    write_checkpoint(source, parent.state_dict(), content(dim=64, n_layers=len(parent.layers)))
     upcycle_checkpoint(source, target, upcycling)
     reader = CheckpointReader(target)
     model = build(upcycling.n_layers)
@@ -90,27 +75,10 @@ def test_a_step_visits_the_old_layers_in_the_new_order_with_one_norm(
     child = upcycled(parent, tmp_path, Upcycling(2 * COPIES, mode))
     output = child(tokens, recurrent_steps=3)
     expected = states_by_hand(parent, tokens, visits, 3)
+    torch.testing.assert_close([*output.hidden_RBLD], expected, rtol=0, atol=0)
     for step in range(3):
-        assert torch.equal(output.hidden_RBLD[step], expected[step])
         assert torch.equal(output.exit_logit_RBL[step], parent.gate(expected[step]))
         assert torch.equal(child.readout(expected[step]), parent.readout(expected[step]))
-
-
-def test_the_norm_between_copies_is_all_that_distinguishes_stacked_from_more_steps(
-    tmp_path: Path, tokens: Tensor
-):
-    """With the norm in the readout only, k·N layers at r steps are N layers at k·r steps."""
-    parent = build(2)
-    child = upcycled(parent, tmp_path, Upcycling(2 * COPIES, "stacked"))
-    with_norm = child(tokens, recurrent_steps=1).hidden_RBLD[0]
-    assert not torch.allclose(
-        with_norm, parent(tokens, recurrent_steps=COPIES).hidden_RBLD[-1], rtol=1e-3
-    )
-    parent.norm = child.norm = nn.Identity()
-    deep, looped = child(tokens, recurrent_steps=3), parent(tokens, recurrent_steps=3 * COPIES)
-    for step in range(1, 4):
-        assert torch.equal(deep.hidden_RBLD[step - 1], looped.hidden_RBLD[COPIES * step - 1])
-        assert torch.equal(deep.exit_logit_RBL[step - 1], looped.exit_logit_RBL[COPIES * step - 1])
 
 
 def optimiser_entries(n_layers: int) -> dict[str, Any]:
@@ -135,7 +103,7 @@ def optimiser_entries(n_layers: int) -> dict[str, Any]:
 def test_moments_of_layers_follow_the_policy_and_others_stay(
     tmp_path: Path, moments: Moments, first: float, second: float, step: int
 ):
-    write_checkpoint(tmp_path / "parent", optimiser_entries(2), content(2))
+    write_checkpoint(tmp_path / "parent", optimiser_entries(2), content(dim=64, n_layers=2))
     upcycle_checkpoint(
         tmp_path / "parent", tmp_path / "child", Upcycling(4, "interleaved", moments)
     )
@@ -154,9 +122,8 @@ def test_moments_of_layers_follow_the_policy_and_others_stay(
         assert reader.read_object(f"optimizer.param_groups.{name}.betas") == (0.9, 0.95)
     unchanged = {key: v for key, v in optimiser_entries(2).items() if "norm.weight" in key}
     expected.update({key: v for key, v in unchanged.items() if isinstance(v, Tensor)})
-    assert reader.tensor_keys() == sorted(expected)
-    for key, tensor in expected.items():
-        assert torch.equal(reader.read(key), tensor), key
+    found = {key: reader.read(key) for key in reader.tensor_keys()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert len(reader.keys()) == 5 * 7
 
 
@@ -165,7 +132,8 @@ def test_the_manifest_says_which_layer_came_from_which_and_data_go_on(tmp_path: 
     files = [tmp_path / name for name in ("pipeline_00001.safetensors", "answers_0.safetensors")]
     for number, file in enumerate(files):
         file.write_bytes(b"%d" % number)
-    write_checkpoint(source, optimiser_entries(2), content(2), copied=files)
+    ended = content(dim=64, n_layers=2) | {"stage_end": True}
+    write_checkpoint(source, optimiser_entries(2), ended, copied=files)
     upcycle_checkpoint(source, target, Upcycling(6, "stacked", "reset"))
     assert (target / files[0].name).read_bytes() == b"0"
     assert not (target / files[1].name).exists()
@@ -190,14 +158,10 @@ def test_the_manifest_says_which_layer_came_from_which_and_data_go_on(tmp_path: 
 
 def test_bad_plans_are_one_line(tmp_path: Path):
     source = tmp_path / "parent"
-    write_checkpoint(source, optimiser_entries(4), content(4))
+    write_checkpoint(source, optimiser_entries(4), content(n_layers=4))
     for n_layers in (6, 9, 4, 2, 0, -8):
         with pytest.raises(UserError, match=rf"layers={n_layers} .* 4 layers two or more .* 8, 12"):
             upcycle_checkpoint(source, tmp_path / "child", Upcycling(n_layers))
-    with pytest.raises(
-        UserError, match=r"2 layers two .* beside 2 outside the loop; use 6, 8 or more"
-    ):
-        Upcycling(4).sources({"n_layers": 4, "prelude_layers": 1, "coda_layers": 1})
     with pytest.raises(UserError, match=r"branch_scale=2.0 .* only a model with 0.0 can grow"):
         Upcycling(8).sources({"n_layers": 4, "branch_scale": 2.0})
     assert not (tmp_path / "child").exists()

@@ -87,12 +87,7 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-Captured = pytest.CaptureFixture[str]
-
-
-def test_what_upcycle_and_status_advise_trains(
-    alone: None, trained: Path, tmp_path: Path, capfd: Captured
-):
+def test_what_upcycle_and_status_advise_trains(alone, trained, tmp_path, capfd):
     run, wide = copytree(trained, tmp_path / "run"), tmp_path / "wide"
     assert main(["upcycle", str(run), "--output", str(wide), "--layers", "4"]) == 0
     advice = capfd.readouterr().out.splitlines()[-1]
@@ -111,9 +106,7 @@ def test_what_upcycle_and_status_advise_trains(
     assert status_lines(read_status(tmp_path))[-1] == "everything is trained"
 
 
-def test_what_upcycle_advises_for_a_merged_run_trains(
-    alone: None, trained: Path, source: Path, tmp_path: Path, capfd: Captured
-):
+def test_what_upcycle_advises_for_a_merged_run_trains(alone, trained, source, tmp_path, capfd):
     merged, wide = tmp_path / "merged", tmp_path / "a folder" / "wide"
     assert main(["checkpoint", "merge", str(trained), str(trained), "--output", str(merged)]) == 0
     assert main(["upcycle", str(merged), "--output", str(wide), "--layers", "4"]) == 0
@@ -126,7 +119,7 @@ def test_what_upcycle_advises_for_a_merged_run_trains(
 
 
 def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
-    alone: None, source: Path, tmp_path: Path, capfd: Captured
+    alone, source, tmp_path, capfd
 ):
     folder, flags = tmp_path / "a folder", ["--dataloader.mixture", f"{source}=1"]
     flags += ["--stages.b.learning-rate", "0:1e-3 constant 1K:1e-3"]
@@ -139,7 +132,7 @@ def test_a_stage_that_has_not_begun_is_trained_by_the_recipe_with_its_flags(
     assert SavedRun(folder / "b").config == wanted
 
 
-def test_what_a_report_lacks_is_made(alone: None, trained: Path, capfd: Captured):
+def test_what_a_report_lacks_is_made(alone, trained, capfd):
     assert main(["report", str(trained)]) == 0
     lacking = re.findall(r"titan-loop (eval [^<]+)", (trained / "report.html").read_text())
     assert len(lacking) == 2

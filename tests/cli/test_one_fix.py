@@ -1,7 +1,5 @@
 """`plan`, `slurm submit` and `train` say the same of the same fault, fix and flag included."""
 
-from pathlib import Path
-
 import pytest
 
 from titan_loop.cli.main import main
@@ -17,14 +15,7 @@ from titan_loop.recipes.start import check_placed
         (("--parallelism.tensor-parallel-degree", "3"), "parallelism.tensor_parallel_degree=3"),
     ],
 )
-def test_one_fault_has_one_fix(
-    flags: tuple[str, ...],
-    fix: str,
-    source: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_one_fault_has_one_fix(flags, fix, source, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = ["quickstart", *flags, "--dataloader.mixture", f"{source}=1"]
     place = ["--nodes", "3", "--gpus-per-node", "1"]

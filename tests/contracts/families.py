@@ -17,6 +17,7 @@ import torch
 
 import titan_loop.families
 from tests.distributed.test_parity import Case
+from tests.inference.reference import perturbed
 from titan_loop.inference.exit_policy import ExitPolicy
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder
@@ -132,11 +133,7 @@ def cases(kind: str) -> dict[str, Any]:
 def random_model(options: ModelOptions, window: int) -> LoopDecoder:
     """Return a model in float64 that has left its initial point."""
     torch.manual_seed(0)
-    model = build_decoder(options, max_seq_len=window)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.double().eval()
+    return perturbed(build_decoder(options, max_seq_len=window)).double()
 
 
 def as_json(value: Any) -> Any:

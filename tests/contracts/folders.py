@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from tests.contracts.families import Folder, contracts
-from tests.families.ouro.hugging_face.conftest import convert, randomise, write_run
+from tests.families.ouro.hugging_face.conftest import convert, random_model, write_run
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, get_family
@@ -40,11 +38,7 @@ def write_model(run: Path, name: str, number: int = 0, **options: Any) -> LoopDe
     family, models = FOLDERS[name][:2]
     chosen = {"vocab_size": VOCABULARY, **models[number], **options}
     options_of = get_family(family).options(**chosen)
-    torch.manual_seed(20)
-    model = build_decoder(options_of, max_seq_len=WINDOW).eval()
-    randomise(model)
-    if options_of.tie_weights:
-        model.lm_head.weight = model.tok_embeddings.weight
+    model = random_model(options_of)  # type: ignore[arg-type]
     write_run(run, options_of, model)  # type: ignore[arg-type]
     return model
 

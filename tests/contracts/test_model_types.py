@@ -19,24 +19,14 @@ from titan_loop.models.decoder import LoopDecoder
 VOCABULARY, WINDOW = 300, 6
 CLOSE = 1e-5  # fp32 sums in another order
 SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 OWN: dict[str, dict[str, Any]] = {
@@ -47,27 +37,15 @@ OWN: dict[str, dict[str, Any]] = {
     "olmo2": {"rope_theta": 5e5},
     "olmo3": {"rope_theta": 5e5, "sliding_window": WINDOW, "rope_scaling": YARN},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gemma3_text": {
-        **GEMMA,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "sliding_window_pattern": 3,
-    },
+    "gemma3_text": {**GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+                    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                    "sliding_window_pattern": 3},
     "smollm3": {},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 3.0,
-    },
-    "phi3": {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "partial_rotary_factor": 0.5,
-        "sliding_window": WINDOW,
-    },
-}
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                "attention_multiplier": 0.2, "logits_scaling": 3.0},
+    "phi3": {"num_attention_heads": 3, "num_key_value_heads": 3, "partial_rotary_factor": 0.5,
+             "sliding_window": WINDOW},
+}  # fmt: skip
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 290 + 3
 IGNORED = {
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"),
@@ -190,8 +168,7 @@ def test_the_export_is_the_source_bit_by_bit(imported, transformers, tmp_path):
     convert("export", imported.run, *arguments)
     again = load(transformers, tmp_path / "out")
     before, after = imported.theirs.state_dict(), again.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert torch.equal(again(IDS).logits, imported.theirs(IDS).logits)
     fields = [model.config.to_dict() for model in (imported.theirs, again)]
     for name in fields[0].keys() - IGNORED:

@@ -60,11 +60,8 @@ def write_card(folder: Path, splits: dict[str, SplitCard], **changes: Any) -> No
     SourceCard(**fields | {"licence": "test", "command": "test"} | changes).write(folder)
 
 
-SourceWriter = Callable[..., Path]
-
-
 @pytest.fixture
-def write_source(tmp_path, small_tokenizer) -> SourceWriter:
+def write_source(tmp_path, small_tokenizer) -> Callable[..., Path]:
     """Return `write(name, shards, …)`, which gives the folder.
 
     With `by_index` the card does not say where EOS stands, so that ends are read from the index.

@@ -12,7 +12,6 @@ from titan_loop.errors import UserError
 from titan_loop.storage.json_files import json_sha256
 
 SHARDS = [[[5, 6, 0], [7, 0]], [[8, 9, 10, 0]], [[11, 0], [0]]]
-STREAM = [5, 6, 0, 7, 0, 8, 9, 10, 0, 11, 0, 0]
 
 
 @pytest.fixture
@@ -47,14 +46,6 @@ def test_any_slice_is_the_stream_s_and_ends_read_off_tokens_are_those_of_the_ind
     assert inner.read(0, 6)[1].tolist() == [4, 6]  # an EOS inside a document is no end
 
 
-def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
-    """Edit a card and sign it again, as an attacker would."""
-    card = json.loads((source / CARD_NAME).read_text())
-    del card["card_sha256"]
-    edit(card)
-    (source / CARD_NAME).write_text(json.dumps({**card, "card_sha256": json_sha256(card)}))
-
-
 def test_an_edited_card_is_refused(source):
     path = source / CARD_NAME
     sound = path.read_text()
@@ -85,15 +76,14 @@ def test_an_edited_card_is_refused(source):
     ],
 )
 def test_unreadable_or_newer_card(source, changes, message):
-    def edit(card: dict) -> None:
+    if not isinstance(changes, bytes):  # signed again, as an attacker would
+        card = json.loads((source / CARD_NAME).read_text())
+        del card["card_sha256"]
         split = card["splits"]["train"]
         place = {"max_token_id": split, "file": split["shards"][0]}.get(next(iter(changes)), card)
         place.update(changes)
-
-    if isinstance(changes, bytes):
-        (source / CARD_NAME).write_bytes(changes)
-    else:
-        edit_card(source, edit)
+        changes = json.dumps({**card, "card_sha256": json_sha256(card)}).encode()
+    (source / CARD_NAME).write_bytes(changes)
     with pytest.raises(UserError, match=message):
         TokenShards(source)
 
@@ -121,12 +111,7 @@ def test_what_is_not_there(source, tmp_path):
     [
         ("00001.ds", 6, "has 6 bytes, its card says 8", r"ds was removed or truncated .* \(\d+ of"),
         ("00001.ds", None, r"00001\.ds is missing", r"00001\.ds was removed or truncated"),
-        (
-            "00001.ds.index",
-            0,
-            "index has 0 bytes, its card says 8",
-            "index was removed or truncated",
-        ),
+        ("00001.ds.index", 0, "index has 0 bytes, its card says", "index was removed or truncated"),
     ],
 )
 def test_damaged_files(source, name, size, refused, refused_in_use, in_use):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.inference.reference import perturbed
 from tests.models.reference import Weights
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.context import LoopContext
@@ -46,9 +47,7 @@ def ponder_model(*, max_seq_len: int, **options) -> PonderDecoder:
     model = PonderDecoder(decoder_config(options, max_seq_len=max_seq_len))
     with torch.no_grad():
         model.init_states()
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.double()
+    return perturbed(model).double()
 
 
 def ponder_input(weights: Weights, embedding: Tensor, states: list[Tensor]) -> Tensor:

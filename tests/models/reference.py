@@ -11,6 +11,12 @@ Weights = dict[str, Tensor]
 HEADS, HEAD_DIM = 4, 16
 
 
+def gradients_of(model: LoopDecoder) -> dict[str, Tensor | None]:
+    """Return every parameter's gradient, by its name without checkpointing."""
+    named = model.named_parameters()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in named}
+
+
 def reference_forward(
     model: LoopDecoder,
     tokens: Tensor,
@@ -32,17 +38,22 @@ def reference_forward(
     embedding.
     """
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+    attention = model.config.layers[0].attention
+    group = HEADS // (attention.n_kv_heads or HEADS)  # heads of queries that share keys
     document = (positions == 0).cumsum(1)
     length = tokens.shape[1]
     allowed = (document[:, :, None] == document[:, None]) & torch.ones(length, length).tril().bool()
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
+        if f"{name}.weight" not in weights:  # Llama's branches end without one
+            return x
+        mean = x.square().mean(-1, keepdim=True)
+        return x / (mean + model.config.norm.eps).sqrt() * weights[f"{name}.weight"]
 
     def rotate(x: Tensor) -> Tensor:
         if kind != "rope":
             return x
-        frequency = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
+        frequency = attention.rope.theta ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
         angle = positions.double()[..., None] * frequency
         cos, sin = angle.cos(), angle.sin()
         first, second = x.chunk(2, dim=-1)
@@ -54,7 +65,8 @@ def reference_forward(
         heads = []
         for head in range(HEADS):
             span = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-            scores = rotate(q[..., span]) @ rotate(k[..., span]).mT / HEAD_DIM**0.5
+            keys = slice(head // group * HEAD_DIM, (head // group + 1) * HEAD_DIM)
+            scores = rotate(q[..., span]) @ rotate(k[..., keys]).mT / HEAD_DIM**0.5
             if kind == "relative":
                 vectors = weights[f"{name}.attention.distance_scores.weight"]
                 for b, i, j in allowed.nonzero().tolist():
@@ -72,7 +84,7 @@ def reference_forward(
                 numbers = weights[f"{name}.attention.distance_scores.bias"][head]
                 distance = (positions[:, :, None] - positions[:, None]).clamp(0, len(numbers) - 1)
                 scores += numbers[distance]
-            heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
+            heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., keys])
         out = torch.cat(heads, -1) @ weights[f"{name}.attention.wo.weight"].T
         h = h + norm(out, f"{name}.attention_post_norm")
         x = norm(h, f"{name}.ffn_norm")
@@ -98,5 +110,7 @@ def reference_forward(
         for index in range(len(model.layers) - coda, len(model.layers)):
             h = layer(h, f"layers.{index}")
         read.append(norm(h, "norm") if norm_at_readout or coda else h)
+    if "exit_gate.weight" not in weights:
+        return read, []
     gate = weights["exit_gate.weight"][0]
     return read, [state @ gate + weights["exit_gate.bias"] for state in read]

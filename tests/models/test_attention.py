@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan_attention
-from torchtitan.models.common.attention import (
-    FlexAttention,
-    VarlenAttention,
-)
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from titan_loop import compat
 from titan_loop.distributed.context_parallel import window_share
@@ -21,6 +18,7 @@ from titan_loop.models.attention import (
     document_mask,
     inner_attention_config,
 )
+from titan_loop.models.context import WindowShare
 from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
@@ -130,11 +128,13 @@ def test_a_prefix_is_seen_whole_in_its_own_document(monkeypatch):
         [0, 0, 0, 1, 1, 0],
         [0, 0, 0, 1, 1, 1],
     ]).bool()  # fmt: skip
-    assert torch.equal(document_mask(positions, prefix_BL=prefix)[0, 0], want)
-    flex = document_block_mask(positions, None, 128, prefix)
-    zero, places = torch.tensor(0), torch.arange(6)
-    got = flex.mask_mod(zero, zero, places[:, None].expand(6, 6), places.expand(6, 6))
-    assert torch.equal(got, want)
+    zero = torch.tensor(0)
+    for share in (None, WindowShare(torch.tensor([0, 2, 3, 5]), torch.randperm(6))):
+        part = want if share is None else want[share.queries_L][:, share.keys_L]
+        assert torch.equal(document_mask(positions, share, prefix)[0, 0], part)
+        flex = document_block_mask(positions, share, 128, prefix)
+        queries, keys = (torch.arange(size) for size in part.shape)
+        assert torch.equal(flex.mask_mod(zero, zero, queries[:, None], keys), part)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

@@ -49,10 +49,8 @@ def test_a_layer_is_its_two_equations(options, norms, rate, scale):
     torch.manual_seed(3)
 
     def kept(branch: torch.Tensor) -> torch.Tensor:
-        branch = scale * branch
-        return (
-            branch if rate is None else (torch.rand(x.shape) >= rate).double() / (1 - rate) * branch
-        )
+        mask = 1.0 if rate is None else (torch.rand(x.shape) >= rate).double() / (1 - rate)
+        return scale * mask * branch
 
     def normed(name: str, value: torch.Tensor) -> torch.Tensor:
         return getattr(layer, name)(value) if name in norms else value
@@ -78,7 +76,6 @@ def test_a_layer_counts_its_matrices_and_norms(options, norms):
     assert config.matrix_elements == matrices(layer)
     assert config.attention_elements == matrices(layer.attention)
     if norms is not None:
-        assert (
-            len(config.norms) == norms == sum("norm" in name for name, _ in layer.named_children())
-        )
+        named = [name for name, _ in layer.named_children() if "norm" in name]
+        assert len(config.norms) == norms == len(named)
     assert (config.dropout, config.branch_scale) == (None, 1.0)

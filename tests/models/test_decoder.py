@@ -42,10 +42,7 @@ def total(output: LoopOutput) -> Tensor:
     return sum(leaf.square().sum() for leaf in tensors(output))
 
 
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [("1.4b", 1_434_652_673), ("2.6b", 2_667_974_657)],
-)
+@pytest.mark.parametrize(("size", "parameters"), [("1.4b", 1_434_652_673), ("2.6b", 2_667_974_657)])
 def test_released_sizes_have_exactly_the_released_parameter_counts(size, parameters):
     model = build_decoder(OuroOptions(size=size), max_seq_len=64, device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -73,8 +70,7 @@ def test_looping_equals_the_unrolled_stack_of_tied_copies(steps):
     expected = LoopOutput(tuple(states), tuple(logits))
     total(expected).backward()
 
-    for got, want in zip(tensors(output), tensors(expected), strict=True):
-        assert torch.equal(got, want)
+    torch.testing.assert_close(tensors(output), tensors(expected), rtol=0, atol=0)
     for name, parameter in looped.named_parameters():
         copies = [dict(m.named_parameters())[name].grad for m in unrolled]
         if all(gradient is None for gradient in copies):
@@ -97,14 +93,6 @@ def test_recurrent_steps_is_runtime_state():
         model(tokens, positions, recurrent_steps=0)
 
 
-def test_a_document_in_the_middle_equals_the_document_alone():
-    model = make_model()
-    tokens, positions = make_batch(lengths=(13, 9, 10))
-    together = model(tokens, positions).hidden_RBLD[-1][:, 13:22]
-    alone = model(tokens[:, 13:22]).hidden_RBLD[-1]
-    torch.testing.assert_close(together, alone, atol=FP32_TOLERANCE, rtol=0)
-
-
 def test_tied_head_shares_the_embedding_and_sums_its_gradient():
     tied = make_model(tie_weights=True)
     assert tied.lm_head.weight is tied.tok_embeddings.weight
@@ -118,7 +106,7 @@ def test_tied_head_shares_the_embedding_and_sums_its_gradient():
 
 
 def _initial_gradient_norm(model: LoopDecoder, steps: int) -> float:
-    tokens, labels = torch.randint(1024, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+    tokens, labels = torch.randint(1024, (2, 1, 32), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     output = model(tokens, recurrent_steps=steps)
     for state in output.hidden_RBLD:

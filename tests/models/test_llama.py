@@ -5,75 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from tests.contracts.families import random_model
 from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import write_run
+from tests.models.reference import reference_forward
 from titan_loop.checkpoint.upcycling import Upcycling
-from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.runs.conversion import upcycle_run
 
 CLOSE = 2e-6  # float64, but the model's table of rotations is fp32
-
-
-def reference(model: LoopDecoder, tokens_L: Tensor, steps: int) -> Tensor:
-    """Return logits (L, V) of one window: Llama's equations, one layer after the other."""
-    state = model.state_dict()
-    options = model.config
-    attention = options.layers[0].attention
-    heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
-    width = options.dim // heads
-    half = width // 2
-    angles = torch.arange(len(tokens_L)).double()[:, None] * (
-        attention.rope.theta ** (-torch.arange(half).double() / half)
-    )
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + options.norm.eps).sqrt() * state[name]
-
-    def rotate(x: Tensor) -> Tensor:
-        a, b = x[..., :half], x[..., half:]
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    def layer(x: Tensor, index: int) -> Tensor:
-        at = f"layers.{index}."
-        normed = norm(x, f"{at}attention_norm.weight")
-        q, k, v = (
-            (normed @ state[f"{at}attention.qkv_linear.w{part}.weight"].T).unflatten(
-                -1, (-1, width)
-            )
-            for part in "qkv"
-        )
-        q, k = rotate(q), rotate(k)
-        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-        scores = torch.einsum("qnh,knh->nqk", q, k) / width**0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-        mixed = torch.einsum("nqk,knh->qnh", scores.softmax(-1), v).flatten(1)
-        x = x + mixed @ state[f"{at}attention.wo.weight"].T
-        normed = norm(x, f"{at}ffn_norm.weight")
-        gate = F.silu(normed @ state[f"{at}feed_forward.w1.weight"].T)
-        up = normed @ state[f"{at}feed_forward.w3.weight"].T
-        return x + (gate * up) @ state[f"{at}feed_forward.w2.weight"].T
-
-    first, last = options.prelude_layers, len(options.layers) - options.coda_layers
-    x = state["tok_embeddings.weight"][tokens_L]
-    for index in range(first):
-        x = layer(x, index)
-    for _ in range(steps):
-        for index in range(first, last):
-            x = layer(x, index)
-        if options.norm_placement == "every_step":
-            x = norm(x, "norm.weight")
-    for index in range(last, len(options.layers)):
-        x = layer(x, index)
-    if options.norm_placement == "readout" or options.coda_layers:
-        x = norm(x, "norm.weight")
-    return x @ state["lm_head.weight"].T
 
 
 @pytest.mark.parametrize(
@@ -87,15 +29,19 @@ def reference(model: LoopDecoder, tokens_L: Tensor, steps: int) -> Tensor:
     ],
     ids=["loop", "norm between", "prelude and coda", "tied", "dense"],
 )
-def test_logits_are_those_of_the_equations(make_run, options):
+def test_states_are_those_of_the_equations(make_run, options):
     model = make_run(**options).model.double()
     tokens = torch.arange(3, 35) * 7 % 300
     output = model(tokens[None])
-    logits = model.readout(output.hidden_RBLD[-1])[0]
-    assert len(output.hidden_RBLD) == model.recurrent_steps
-    torch.testing.assert_close(
-        logits, reference(model, tokens, model.recurrent_steps), atol=CLOSE, rtol=0
+    want, _ = reference_forward(
+        model,
+        tokens[None],
+        torch.arange(len(tokens))[None],
+        model.recurrent_steps,
+        norm_at_readout=model.norm_placement == "readout",
+        outside=(model.config.prelude_layers, model.config.coda_layers),
     )
+    torch.testing.assert_close([*output.hidden_RBLD], want, atol=CLOSE, rtol=0)
 
 
 def test_branches_start_small_in_their_matrices():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.families import random_model
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT, prompts
-from tests.models.reference import reference_forward
+from tests.models.reference import gradients_of, reference_forward
 from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
@@ -48,14 +49,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(shape: str) -> LoopDecoder:
-    torch.manual_seed(0)
-    model = build_decoder(OuroOptions(**SHAPES[shape]), max_seq_len=CONTEXT)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        if "diagonal" in shape:
-            model.injection.weight.normal_()
-    return model.double().eval()
+    model = random_model(OuroOptions(**SHAPES[shape]), CONTEXT)
+    if "diagonal" in shape:
+        torch.nn.init.normal_(model.injection.weight)
+    return model
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +84,8 @@ def test_forward_agrees_with_the_float64_reference(shape):
         outside=(options.get("prelude_layers", 0), options.get("coda_layers", 0)),
     )
     tolerance = EXACT if "positions" in options else ROTATION
-    for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, read + logits, strict=True):
-        torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+    found = output.hidden_RBLD + output.exit_logit_RBL
+    torch.testing.assert_close(found, read + logits, atol=tolerance, rtol=0)
 
 
 # One shape has all three.
@@ -112,7 +109,7 @@ def test_truncated_steps_still_train_the_embedding_they_read(kind, recompute):
     for layer in layers:
         hidden = layer(hidden, context)
     (model.norm(hidden) ** 3).sum().backward()
-    want = {name: value.grad for name, value in model.named_parameters()}
+    want = gradients_of(model)
 
     model.zero_grad()
     if recompute:
@@ -121,11 +118,7 @@ def test_truncated_steps_still_train_the_embedding_they_read(kind, recompute):
         model(tokens, positions, recurrent_steps=STEPS, backward_steps=1).hidden_RBLD[-1] ** 3
     ).sum().backward()
     assert want["tok_embeddings.weight"].abs().sum() > 0
-    for name, value in model.named_parameters():
-        if want[name] is None:
-            assert value.grad is None, name
-        else:
-            torch.testing.assert_close(value.grad, want[name], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(gradients_of(model), want, rtol=EXACT, atol=EXACT)
 
 
 def test_the_norm_has_the_gradient_of_all_readouts_also_of_constant_steps():
@@ -204,16 +197,9 @@ def test_recomputation_around_layers_outside_gives_the_same_gradients(backward_s
         depth = {"recurrent_steps": STEPS, "backward_steps": backward_steps}
         states = model(tokens, positions, **depth).hidden_RBLD
         sum((state**3).sum() for state in states).backward()
-        found = {
-            name.replace("_checkpoint_wrapped_module.", ""): parameter.grad
-            for name, parameter in model.named_parameters()
-        }
-        gradients.append(found)
+        gradients.append(gradients_of(model))
     for found in gradients[1:]:
-        for name, wanted in gradients[0].items():
-            assert (found[name] is None) == (wanted is None), name
-            if wanted is not None:
-                torch.testing.assert_close(found[name], wanted, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(found, gradients[0], rtol=EXACT, atol=EXACT)
     prelude, coda = (gradients[0][f"layers.{n}.feed_forward.w1.weight"] for n in (0, 3))
     assert coda is not None
     assert (prelude is None) == (backward_steps == 1)

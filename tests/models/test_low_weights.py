@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.func import functional_call
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
+from tests.contracts.families import random_model
 from tests.distributed.parallel_model import parallel_model
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
-from titan_loop.models.family import ModelOptions, build_decoder, decoder_config
+from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.models.low_weights import LowWeights
 
 OPTIONS = OuroOptions(size="debugmodel", vocab_size=64)  # two layers, norms and a gate
@@ -22,17 +23,7 @@ TOKENS = torch.arange(48).view(2, 24)
 
 
 def built(options: ModelOptions, *, dtype: torch.dtype) -> LoopDecoder:
-    model = build_decoder(options, max_seq_len=32).to(dtype)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_states()
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def wide_parts(model: LoopDecoder) -> list[torch.nn.Module]:
-    return [module for unit in model.units() if unit.fp32 for module in unit.modules]
+    return random_model(options, 32).to(dtype).train()
 
 
 def cast(model: LoopDecoder, dtype: torch.dtype, *, join: bool, wide: bool = True) -> LowWeights:
@@ -40,7 +31,8 @@ def cast(model: LoopDecoder, dtype: torch.dtype, *, join: bool, wide: bool = Tru
     layers: dict[int, Any] = {n: layer for n, layer in enumerate(model.layers.values()) if join}
     model.joined_layers = tuple(layers)
     joinable = {n: layer.joinable for n, layer in layers.items()}
-    low = LowWeights(model, dtype, wide=wide_parts(model) if wide else [], joinable=joinable)
+    kept = [module for unit in model.units() if wide and unit.fp32 for module in unit.modules]
+    low = LowWeights(model, dtype, wide=kept, joinable=joinable)
     model.low_weights = low
     low.cover(model)
     low.cover(model.lm_head)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts.families import random_model
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -20,12 +21,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 128
 
 
 def make(kind: Any, **options: Any) -> LoopDecoder:
-    torch.manual_seed(0)
-    model = build_decoder(kind(recurrent_steps=STEPS, **options), max_seq_len=16).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return random_model(kind(recurrent_steps=STEPS, **options), 16)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 from torchtitan.config import CompileConfig
 
+from tests.contracts.families import random_model
+from tests.models.reference import gradients_of
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import build_decoder
 from titan_loop.objectives.exit_distribution import exit_pmf
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
@@ -17,20 +18,8 @@ EXACT = 1e-11  # float64, another order of sums
 
 
 def build(*, tie: bool = False) -> tuple[LoopDecoder, Tensor]:
-    torch.manual_seed(0)
-    options = OuroOptions(size="debugmodel", tie_weights=tie)
-    model = build_decoder(options, max_seq_len=SEQ_LEN).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    model = random_model(OuroOptions(tie_weights=tie), SEQ_LEN)
     return model, torch.randint(VOCABULARY, (2, SEQ_LEN + 1))
-
-
-def gradients(model: LoopDecoder) -> dict[str, Tensor | None]:
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad
-        for name, parameter in model.named_parameters()
-    }
 
 
 def trained(
@@ -41,7 +30,7 @@ def trained(
     output = model(tokens[:, :-1], recurrent_steps=STEPS, backward_steps=backward_steps)
     loss, _ = loss_fn(output, tokens[:, 1:], 1.0)
     loss.backward()
-    return gradients(model)
+    return gradients_of(model)
 
 
 def by_hand(model: LoopDecoder, tokens: Tensor, backward_steps: int) -> dict[str, Tensor | None]:
@@ -57,7 +46,7 @@ def by_hand(model: LoopDecoder, tokens: Tensor, backward_steps: int) -> dict[str
         cross_entropies.append(-log_probability.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
         exit_logits.append(model.gate(state))
     (exit_pmf(torch.stack(exit_logits)) * torch.stack(cross_entropies)).sum().backward()
-    return gradients(model)
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -67,14 +56,9 @@ def test_the_backward_pass_reaches_the_last_steps_only(backward_steps, tie):
     want = by_hand(model, tokens, backward_steps)
     model, tokens = build(tie=tie)
     got = trained(model, tokens, backward_steps)
-    assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        if gradient is None:  # the embedding, which only step 1 reads
-            assert backward_steps < STEPS
-            assert name.startswith("tok_embeddings")
-            assert got[name] is None
-        else:
-            torch.testing.assert_close(got[name], gradient, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+    embedding = {"tok_embeddings.weight"} if backward_steps < STEPS and not tie else set()
+    assert {name for name, gradient in want.items() if gradient is None} == embedding
 
 
 @pytest.mark.parametrize("layers", ["none", "full"])
@@ -88,7 +72,6 @@ def test_recomputing_steps_changes_no_bit(layers, backward_steps):
     for index, layer in enumerate(model.layers.values()):
         layer.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
     got = trained(model, tokens, backward_steps)
-    for name, gradient in want.items():
-        assert (got[name] is None) if gradient is None else torch.equal(got[name], gradient), name
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
     recomputed = backward_steps or STEPS
     assert runs.count(0) == STEPS + recomputed, "every recorded step runs once more"

@@ -3,13 +3,7 @@
 import pytest
 from torch import nn
 
-from titan_loop.models.units import (
-    Unit,
-    UnitSize,
-    innermost_first,
-    sharded_axis,
-    unit_sizes_of,
-)
+from titan_loop.models.units import Unit, UnitSize, innermost_first, sharded_axis, unit_sizes_of
 
 
 @pytest.mark.parametrize(
@@ -39,19 +33,13 @@ def test_elements_on_a_rank_are_padded():
     assert size.shard(4, "gate") == 7
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4, bias=False)))
-
-
 def test_a_parameter_belongs_to_its_innermost_unit():
-    model = Nested()
-    outer, inner = Unit("outer", (model.outer,)), Unit("inner", (model.outer[1][0],))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4, bias=False)))
+    outer, inner = Unit("outer", (model,)), Unit("inner", (model[1][0],))
     assert innermost_first(model, [outer, inner]) == [inner, outer]
     sizes = unit_sizes_of(model, [outer, inner])
     assert [(size.unit.name, size.unit.modules) for size in sizes] == [("outer", ()), ("inner", ())]
-    assert sizes[0].shapes == {"outer.0.weight": (3, 2), "outer.0.bias": (3,)}
-    assert sizes[1].shapes == {"outer.1.0.weight": (4, 3)}
-    with pytest.raises(AssertionError, match=r"Nested.units\(\) has no unit for .*outer.0.bias"):
+    assert sizes[0].shapes == {"0.weight": (3, 2), "0.bias": (3,)}
+    assert sizes[1].shapes == {"1.0.weight": (4, 3)}
+    with pytest.raises(AssertionError, match=r"Sequential.units\(\) has no unit for .*0.bias"):
         unit_sizes_of(model, [inner])

@@ -87,6 +87,15 @@ def _accept_harness(words: list[str]) -> None:
     raise AssertionError(words)
 
 
+def refused(captured: Any, *words: object, code: int = 2) -> str:
+    """Run a command that must fail; return its one line on stderr, without the beginning."""
+    captured.readouterr()
+    assert main.main([*map(str, words)]) == code
+    (line,) = captured.readouterr().err.splitlines()
+    assert line.startswith("titan-loop: error: ")
+    return line.removeprefix("titan-loop: error: ")
+
+
 def examples_of(docstring: str) -> str:
     """Return the examples of a help text, as a block of Markdown."""
     _, _, rest = docstring.partition("For example:\n")

@@ -6,7 +6,10 @@ removed, so this is for processes that a test forks.
 
 import errno
 import os
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,17 @@ from titan_loop.storage.transient import FULL_ERRNOS
 _WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 _READS = {"os.listdir", "os.scandir"}
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes of any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class FailingDisk:

@@ -8,11 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.families.ouro.hugging_face.conftest import corpus, randomise, write_run
+from tests.families.ouro.hugging_face.conftest import corpus, random_model, write_run
 from titan_loop.formats.stress_texts import stress_texts
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dense import DenseOptions
-from titan_loop.models.family import build_decoder
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.text.tokenizer import SPECIAL_TOKENS
 
@@ -42,11 +41,7 @@ def maker(kind: type[LoopOptions], folders: pytest.TempPathFactory) -> Make:
 
     def make(**options: object) -> Made:
         chosen = kind(**{"vocab_size": VOCABULARY, **options})  # type: ignore[arg-type]
-        torch.manual_seed(20)
-        model = build_decoder(chosen, max_seq_len=128).eval()
-        randomise(model)
-        if chosen.tie_weights:
-            model.lm_head.weight = model.tok_embeddings.weight
+        model = random_model(chosen)
         run = folders.mktemp(chosen.family) / "run"
         write_run(run, chosen, model)  # type: ignore[arg-type]
         return Made(model, run)

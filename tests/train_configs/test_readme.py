@@ -1,6 +1,5 @@
 """train_configs/README.md: its recipe trains, and its commands run one after the other."""
 
-import json
 import re
 import shlex
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import train_configs
+from tests.data.shapes.shape import jsonl
 from tests.support.tiny import standard_library_texts
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
@@ -50,12 +50,7 @@ def test_tables_that_a_study_names_exist():
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_recipe_and_the_commands_run(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-):
+def test_the_recipe_and_the_commands_run(source, tmp_path, monkeypatch, capfd):
     (module,) = blocks(REST, "python")
     (tmp_path / "my_recipe.py").write_text(module)
     (tmp_path / "sources").mkdir()
@@ -84,16 +79,13 @@ def test_the_recipe_and_the_commands_run(
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_first_own_run_shows_what_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_the_first_own_run_shows_what_the_page_says(tmp_path, monkeypatch, capfd):
     (module,) = blocks(FIRST_RUN, "python")
     (tmp_path / "first.py").write_text(module)
     (tmp_path / "my").mkdir()
     for number in range(2):
-        texts = standard_library_texts(60)[number::2]
-        lines = [json.dumps({"text": text}) + "\n" for text in texts]
-        (tmp_path / "my" / f"{number}.jsonl").write_text("".join(lines))
+        content = jsonl(standard_library_texts(60)[number::2])
+        (tmp_path / "my" / f"{number}.jsonl").write_bytes(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "first", raising=False)

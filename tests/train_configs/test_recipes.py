@@ -122,10 +122,7 @@ def test_arms_cost_the_same_flops(recipe, arms, total):
         ("adaptive_small", ("iso_parameter", "loop3_memory")),
         ("depth_pays", ("not_looped", "last_step", "grown", "late_8_muon", "drawn_muon")),
         ("hrm_small", ("hrm_mano", "plain_mano", "loop_flops_mano")),
-        (
-            "looped_moe_small",
-            ("moe", "looped_moe", "dense_parameters", "looped_dense_parameters"),
-        ),
+        ("looped_moe_small", ("moe", "looped_moe", "dense_parameters", "looped_dense_parameters")),
     ],
 )
 def test_arms_have_as_many_parameters(recipe, arms):

@@ -11,11 +11,9 @@ from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 
-Build = Callable[..., WindowLoader]
-
 
 @pytest.fixture
-def build(write_source, documents) -> Build:
+def build(write_source, documents) -> Callable[..., WindowLoader]:
     """Return a function that builds a loader over three sources of 0.5, 0.3 and 0.2."""
     shards = {"a": [documents(1, 60, 20)], "b": [documents(2, 9, 9), documents(3, 20, 30)],
               "c": [documents(4, 30, 9)]}  # fmt: skip

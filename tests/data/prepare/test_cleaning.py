@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titan_loop.data.inspect_source import show_source
+from tests.data.shapes.shape import json_lines, jsonl, stored
 from titan_loop.data.prepare.config import Minhash, read_prepare_config
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
@@ -34,8 +34,7 @@ def sentence(seed: int, words: int = 60) -> str:
 
 def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **options: Any):
     for name, part in {"a": texts[0::2], "b": texts[1::2]}.items():
-        lines = [json.dumps({"text": text}) + "\n" for text in part]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl(part))
     (tmp_path / "prepare.toml").write_text(config)
     return tokenize_source(
         [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
@@ -45,11 +44,6 @@ def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **op
         tasks=2,
         **{"held_out_fraction": 0} | options,
     )
-
-
-def stored(source: Path, split: str = "train") -> list[str]:
-    shown = show_source(source, count=999, split=split)
-    return sorted(document.text.removesuffix("<|endoftext|>") for document in shown)
 
 
 needs_spacy = pytest.mark.skipif(find_spec("spacy") is None, reason="needs the extra `clean`")
@@ -77,8 +71,7 @@ def test_near_duplicates_are_dropped_across_files_and_splits(small_tokenizer, tm
 
 @needs_spacy
 @pytest.mark.parametrize(
-    ("keys", "kept"),
-    [("", 30), ("norm_numbers = true\nremove_punctuation = true", 1)],
+    ("keys", "kept"), [("", 30), ("norm_numbers = true\nremove_punctuation = true", 1)]
 )
 def test_numbers_and_operators_count(keys, kept, small_tokenizer, tmp_path):
     numbers = np.random.default_rng(0).integers(10, 99, (30, 20, 2)).tolist()
@@ -117,30 +110,9 @@ def test_every_quality_filter_runs(small_tokenizer, tmp_path):
     """
     card = prepare([*good, *bad.values(), good[0]], config, small_tokenizer, tmp_path)
     assert card.dropped == {**dict.fromkeys(bad, 1), "near_duplicate": 1}
-    assert stored(tmp_path / "out") == sorted(good)
+    assert sorted(stored(tmp_path / "out")) == sorted(good)
     assert card == SourceCard.read(tmp_path / "out")
     assert card.versions.keys() == {"titan_loop", "datatrove", "tokenizers", "numpy", "spacy"}
-
-
-def write_task(tasks: Path, name: str, questions: list[dict[str, str]]) -> Path:
-    """Write an evaluation task of one's own; return its data file."""
-    tasks.mkdir()
-    data = tasks / "questions.jsonl"
-    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    (tasks / f"{name}.yaml").write_text(
-        f"""
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}\\nAnswer:"
-doc_to_target: "{{{{answer}}}}"
-"""
-    )
-    return data
 
 
 @needs_lm_eval
@@ -150,7 +122,13 @@ def test_only_the_sheet_with_the_question_is_contaminated(keys, dropped, small_t
     question = "12 + 34 + 56 + 78 + 90 + 11 + 13 ="
     fill_in = "The letter ____________ is found in ================ this very sentence of words."
     questions = [{"question": question, "answer": "294"}, {"question": fill_in, "answer": "b"}]
-    write_task(tmp_path / "tasks", "sums", questions)
+    (tmp_path / "tasks").mkdir()
+    data = tmp_path / "tasks" / "questions.jsonl"
+    data.write_bytes(json_lines(questions))
+    task = {"task": "sums", "output_type": "generate_until", "test_split": "test"}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    task |= {"doc_to_text": "{{question}}\nAnswer:", "doc_to_target": "{{answer}}"}
+    (tmp_path / "tasks" / "sums.yaml").write_text(json.dumps(task))
     others = [question.replace("1", str(digit)) for digit in range(20, 40)]
     ruled = ["A heading\n" + "=" * 40 + "\nand text.", "Name: " + "_" * 40 + " Date: " + "_" * 20]
     leaked = [f"Sum: {question} 294", fill_in]
@@ -173,10 +151,7 @@ def test_only_the_sheet_with_the_question_is_contaminated(keys, dropped, small_t
         ),
         ("language = 'egn'\n[minhash]", "language = 'egn' is not a language .* words; nearest: "),
         ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a whole number of at least 1"),
-        (
-            "[minhash]\nnum_buckets = 14.0",
-            "num_buckets = 14.0 must be a whole number",
-        ),
+        ("[minhash]\nnum_buckets = 14.0", "num_buckets = 14.0 must be a whole number"),
         ("[minhash]\nseed = -1", "minhash.seed = -1 must be a whole number of at least 0"),
         ("[slurm]\nsbatch_args = '--qos=long'", "slurm.sbatch_args = '--qos=long' must be a table"),
         ("[decontaminate]\nn_grams = 5", r"decontaminate.tasks=\[\] must be a list"),

@@ -1,37 +1,18 @@
 """Every input format stores the same documents, and counts what it cannot store."""
 
 import gzip
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from titan_loop.data.inspect_source import show_source
+from tests.data.shapes.shape import jsonl, stored
 from titan_loop.data.prepare.documents import find_documents
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
 TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
-
-
-def prepare(inputs: Path | str, tokenizer: Path, out: Path, **options: Any) -> SourceCard:
-    return tokenize_source(
-        inputs, output=out, tokenizer=tokenizer, **{"held_out_fraction": 0} | options
-    )
-
-
-def stored(source: Path) -> list[str]:
-    return sorted(
-        shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, count=99)
-    )
-
-
-def jsonl(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 def test_which_files(tmp_path):
@@ -136,6 +117,7 @@ def test_an_output_inside_the_input_is_no_input(small_tokenizer, tmp_path):
     (folder / "b.md").write_text("second")
     for out in (folder / "prepared", folder):
         for overwrite in (False, True):
-            prepare(folder, small_tokenizer, out, overwrite=overwrite)
-            assert stored(out) == ["first", "second"]
+            options = {"held_out_fraction": 0, "overwrite": overwrite}
+            tokenize_source(folder, output=out, tokenizer=small_tokenizer, **options)
+            assert sorted(stored(out)) == ["first", "second"]
         shutil.rmtree(folder / "prepared", ignore_errors=True)

@@ -1,6 +1,5 @@
 """Executors: locally for real, SLURM by the scripts it would submit."""
 
-import json
 import os
 import re
 import signal
@@ -14,20 +13,18 @@ from typing import Any
 
 import pytest
 
+from tests.data.shapes.shape import jsonl
 from titan_loop.data.prepare.pipelines import Pipeline, run_pipelines
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
-
-TEXTS = [f"document number {n}" for n in range(12)]
 
 
 def test_slurm_submits_a_chain_that_ends_in_the_card(small_tokenizer, tmp_path, monkeypatch):
     """`sbatch` is a script that writes down what it was given; the jobs are then run by hand."""
     files = [tmp_path / f"{number}.jsonl" for number in range(3)]
     for number, path in enumerate(files):
-        lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[number::3]]
-        path.write_text("".join(lines))
+        path.write_bytes(jsonl([f"document number {n}" for n in range(number, 12, 3)]))
     folder, out = tmp_path / "bin", tmp_path / "out"
     folder.mkdir()
 

@@ -1,9 +1,7 @@
 """Preparing when the disk is full, the output cannot be written or the process is killed."""
 
 import gzip
-import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.shapes.shape import jsonl
+from tests.support.failing_disk import largest_file
 from tests.support.multiprocess import preloaded_context
 from titan_loop.cli.main import main
 from titan_loop.data.inspect_source import verify_source
@@ -30,20 +30,8 @@ def files(tmp_path) -> list[Path]:
     """Return a small file and one that takes about 80 KB as tokens."""
     paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
     for path, count in zip(paths, (5, 800), strict=True):
-        lines = [json.dumps({"text": f"document {n}: {n * n} " * 4}) for n in range(count)]
-        path.write_text("\n".join(lines) + "\n")
+        path.write_bytes(jsonl([f"document {n}: {n * n} " * 4 for n in range(count)]))
     return paths
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Writing beyond `size` bytes of any file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the open shard's

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_loop.data.inspect_source import show_source, verify_source
+from tests.data.shapes.shape import jsonl, stored
+from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard
@@ -17,20 +18,13 @@ from titan_loop.text.tokenizer import load_tokenizer
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text, "id": text[:9]}) + "\n" for text in texts))
+    path.write_bytes(jsonl(texts))
     return path
 
 
 @pytest.fixture
 def texts() -> list[str]:
     return [f"document number {n} says {n * n}: naïve 🙂" for n in range(60)]
-
-
-def stored(source: Path, split: str) -> list[str]:
-    return [
-        shown.text.removesuffix("<|endoftext|>")
-        for shown in show_source(source, count=10**6, split=split)
-    ]
 
 
 def test_given_splits_are_kept_and_documents_shuffled(texts, small_tokenizer, tmp_path):
@@ -61,10 +55,7 @@ def test_an_eos_inside_documents_is_seen_and_said(small_tokenizer, tmp_path, cap
     (tmp_path / "tokenizer.json").write_text(json.dumps(ordinary))
     path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after"])
     card = tokenize_source(
-        path,
-        output=tmp_path / "out",
-        tokenizer=tmp_path / "tokenizer.json",
-        held_out_fraction=0,
+        path, output=tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", held_out_fraction=0
     )
     assert not card.splits["train"].eos_only_at_ends
     assert "not every document ends in EOS id 0 and has none before" in caplog.text

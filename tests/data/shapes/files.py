@@ -219,8 +219,7 @@ ROWS: Rows = {
         }
     ),
     "records and a text": Shape(
-        {"a.jsonl": _LINES, "notes.txt": "my notes"},
-        warned=("left out 1 .txt beside 1 .jsonl",),
+        {"a.jsonl": _LINES, "notes.txt": "my notes"}, warned=("left out 1 .txt beside 1 .jsonl",)
     ),
     "code and records": Shape(
         {"data.jsonl": _LINES, "a.py": A, "b.py": B, "src/c.c": C},
@@ -228,9 +227,7 @@ ROWS: Rows = {
         r"e\.g\. '\*\.jsonl' or '\*\.py', or give --format text",
     ),
     "all as text": Shape(
-        {"data.jsonl": _LINES, "a.py": A},
-        options={"format": "text"},
-        train=(_LINES.decode(), A),
+        {"data.jsonl": _LINES, "a.py": A}, options={"format": "text"}, train=(_LINES.decode(), A)
     ),
     "code and README": Shape({"a.py": A, "README.md": B, "LICENSE": C}),
     "bytes of 0": Shape(
@@ -280,10 +277,7 @@ ROWS: Rows = {
         warned=(f"left out 1 file (data/test-00000-of-00001.parquet) {_BESIDE}",),
     ),
     "test, valid, val, dev, eval": Shape(
-        {
-            "train.jsonl": _LINES,
-            **{f"{name}.jsonl": jsonl([name]) for name in _TESTS},
-        },
+        {"train.jsonl": _LINES, **{f"{name}.jsonl": jsonl([name]) for name in _TESTS}},
         warned=(f"left out 6 files (dev.jsonl, eval.jsonl, test.jsonl, …) {_BESIDE}",),
     ),
     "latest, contest": Shape(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_loop.data.inspect_source import show_source
+
 TEXTS = ("first: naïve 漢字 🙂\n", "def second(x):\n    return x + 12\n", "the third document")
 Contents = Mapping[str, bytes | str] | Callable[[Path], object]
 
@@ -70,6 +72,12 @@ def json_lines(records: Sequence[Any]) -> bytes:
 def jsonl(texts: Sequence[str]) -> bytes:
     """Return texts as JSON lines with the field `text`."""
     return json_lines([{"text": text} for text in texts])
+
+
+def stored(source: Path, split: str = "train") -> list[str]:
+    """Return the texts of a source's split in their order."""
+    shown = show_source(source, count=10**6, split=split)
+    return [document.text.removesuffix("<|endoftext|>") for document in shown]
 
 
 def parquet(columns: Mapping[str, Any]) -> bytes:

@@ -61,7 +61,5 @@ def test_a_checkpoint_names_its_task_and_parameters():
 
 def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch):
     monkeypatch.setattr(Backwards, "held_out_one_in", 1)
-    with pytest.raises(
-        UserError, match=r"no example of 1 is left to train on; enlarge Backwards\(letters"
-    ):
+    with pytest.raises(UserError, match=r"of 1 is left to train on; enlarge Backwards\(letters"):
         next(TASK.questions(key=0, level=0))

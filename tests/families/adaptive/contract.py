@@ -50,9 +50,6 @@ CONTRACT = Contract(
             AdaptiveOptions(max_iterations=None, decay_controls=True),
             "model.decay_controls=True has no effect without loops",
         ),
-        (
-            AdaptiveOptions(exit_gate=True),
-            "model.exit_gate=True does not work with model.family=adaptive",
-        ),
+        (AdaptiveOptions(exit_gate=True), "model.exit_gate=True does not work with model.family="),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.components.loss import IGNORE_INDEX
 
+from tests.contracts.families import random_model
 from tests.support.tiny import tiny_config, train_run
 from titan_loop.cli.main import main
 from titan_loop.families.adaptive.model import AdaptiveOptions
@@ -27,15 +28,11 @@ MEMORY = {"local_slots": 5, "global_slots": 7}
 
 def make(**options) -> LoopDecoder:
     """A model off its symmetric start, in float64."""
-    torch.manual_seed(0)
-    model = build_decoder(AdaptiveOptions(**options), max_seq_len=SEQ_LEN)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        for layer in model.layers.values():
-            if layer.control is not None:
-                layer.control.scale.fill_(-0.5).add_(torch.randn(len(layer.control.scale)))
-    return model.double().eval()
+    model = random_model(AdaptiveOptions(**options), SEQ_LEN)
+    for layer in model.layers.values():
+        if layer.control is not None:
+            torch.nn.init.normal_(layer.control.scale, -0.5)
+    return model
 
 
 def normed(x: Tensor, gain: Tensor, bias: Tensor | float = 0.0) -> Tensor:
@@ -94,15 +91,11 @@ def test_layers_are_their_formulas():
             out, expected = out + p_halt * h, expected + t * p_halt
         h, gates = remembered(layer, model.bank, out[0])
         h = h[None]
-        torch.testing.assert_close(
-            got.aux["iterations"][number], expected[..., 0], atol=EXACT, rtol=0
-        )
-        for name, mean in zip(("local", "global"), gates, strict=True):
-            torch.testing.assert_close(
-                got.aux[f"{name}_gates"][number, 0], mean, atol=EXACT, rtol=0
-            )
-        scales = torch.tensor(alpha).double().exp().log1p()
-        torch.testing.assert_close(got.aux["scales"][number], scales, atol=EXACT, rtol=0)
+        kinds = ("iterations", "local_gates", "global_gates", "scales")
+        iterations, local, global_, scales = (got.aux[kind][number] for kind in kinds)
+        found = [iterations, local[0], global_[0], scales]
+        wanted = [expected[..., 0], *gates, torch.tensor(alpha, dtype=torch.float64).exp().log1p()]
+        torch.testing.assert_close(found, wanted, atol=EXACT, rtol=0)
     read_state = normed(h, model.norm.weight, model.norm.bias)
     torch.testing.assert_close(got.hidden_RBLD[0], read_state, atol=EXACT, rtol=0)
 

@@ -51,11 +51,7 @@ CONTRACT = Contract(
             "dp2",
         ),
         "ponder-always": (
-            ponder(
-                options=(*ONE_LAYER, ("top_k", 9)),
-                reshard="always",
-                checkpointing="selective",
-            ),
+            ponder(options=(*ONE_LAYER, ("top_k", 9)), reshard="always", checkpointing="selective"),
             "cp2",
         ),
         "ponder-never": (

@@ -56,10 +56,8 @@ def test_value_and_gradients_are_those_of_the_definition(decoding, tied, chunk_t
     want = dense(hidden, head.weight, encoder.weight, decoding)
     got = soft_decode(head, hidden, encoder, decoding)
     torch.testing.assert_close(got, want, **EXACT)
-    for a, b in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
-    ):
-        torch.testing.assert_close(a, b, **EXACT)
+    found, wanted = (torch.autograd.grad(each, leaves, grad) for each in (got, want))
+    torch.testing.assert_close(found, wanted, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

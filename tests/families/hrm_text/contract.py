@@ -20,13 +20,9 @@ SMALL = {"n_layers": 2, "low_cycles": 2}
 case = partial(Case, family=HrmTextOptions, steps=(2, 1), options=tuple(SMALL.items()))
 OTHER = {
     **SMALL,
-    "recurrent_steps": 3,
-    "tie_weights": True,
-    "rope_theta": 500.0,
-    "norm_eps": 1e-5,
-    "embedding_scale": 3.0,
-    "prefix_lm": False,
-}
+    "recurrent_steps": 3, "tie_weights": True, "rope_theta": 500.0, "norm_eps": 1e-5,
+    "embedding_scale": 3.0, "prefix_lm": False,
+}  # fmt: skip
 
 
 def run(folder: Path, world: int) -> LoopTrainer.Config:
@@ -49,11 +45,7 @@ CONTRACT = Contract(
         ),
         "held-tied": (
             case(
-                tie_weights=True,
-                exit_gate=False,
-                fsdp=HELD,
-                checkpointing="full",
-                backward_steps=3,
+                tie_weights=True, exit_gate=False, fsdp=HELD, checkpointing="full", backward_steps=3
             ),
             "dp2",
         ),

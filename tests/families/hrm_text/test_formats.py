@@ -9,14 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.families.hrm_text.contract import OTHER
 from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.ouro.hugging_face.test_export import error_of
-from tests.support.llama_cpp import (
-    CLOSE,
-    PROMPT,
-    TOKENS,
-    as_matrix,
-    ask,
-    log_probs,
-)
+from tests.support.llama_cpp import CLOSE, PROMPT, TOKENS, as_matrix, ask, log_probs
 from tests.support.llama_runs import VOCABULARY
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.hrm_text.formats import HrmTextShape
@@ -55,11 +48,7 @@ def test_a_folder_with_a_tensor_for_each_matrix_is_read_too(make_run, tmp_path):
     "options", [{}, OTHER, {"recurrent_steps": 1, "low_cycles": 4}], ids=["default", "other", "low"]
 )
 def test_greedy_tokens_and_logits_in_llama_cpp(
-    python,
-    make_run,
-    tmp_path,
-    ascii_tokenizer,
-    options,
+    python, make_run, tmp_path, ascii_tokenizer, options
 ):
     made = make_run(**options)
     file = tmp_path / "model.gguf"

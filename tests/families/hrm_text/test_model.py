@@ -5,14 +5,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.common import attention as titan_attention
 
 from tests.families.hrm_text.reference import cycles
 from titan_loop.families.hrm_text.model import HrmTextOptions
-from titan_loop.models.attention import document_block_mask, document_mask
-from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
 
@@ -49,10 +45,8 @@ def test_states_are_those_of_the_equations(options, prefix):
     column = (torch.arange(LENGTH) < prefix)[None]
     output = model(tokens(), columns={"prefix": column})
     assert len(output.hidden_RBLD) == model.recurrent_steps
-    for state, want in zip(
-        output.hidden_RBLD, cycles(model, tokens()[0], prefix=prefix), strict=True
-    ):
-        torch.testing.assert_close(state[0], want, atol=CLOSE, rtol=0)
+    want = [*cycles(model, tokens()[0], prefix=prefix)]
+    torch.testing.assert_close([s[0] for s in output.hidden_RBLD], want, atol=CLOSE, rtol=0)
 
 
 def test_a_prefix_is_its_documents_alone():
@@ -75,17 +69,16 @@ def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert model.state_dict().keys() - trained.keys() == {"low_start.weight"}
-    weight = torch.randn(LENGTH, 64, dtype=torch.float64)
-    *_, last = cycles(model, tokens()[0], k=k)
+    short = tokens()[:, :6]
+    weight = torch.randn(6, 64, dtype=torch.float64)
+    *_, last = cycles(model, short[0], k=k)
     own, want = (
         torch.autograd.grad((state * weight).sum(), [*trained.values()], allow_unused=True)
-        for state in (model(tokens(), backward_steps=k).hidden_RBLD[-1][0], last)
+        for state in (model(short, backward_steps=k).hidden_RBLD[-1][0], last)
     )
-    for name, mine, reference in zip(trained, own, want, strict=True):
-        assert (mine is None) == (reference is None), name
-        if reference is not None:
-            scale = float(reference.abs().max())
-            torch.testing.assert_close(mine, reference, atol=CLOSE * scale, rtol=0)
+    for mine, reference in zip(own, want, strict=True):
+        scale = 0.0 if reference is None else float(reference.abs().max())
+        torch.testing.assert_close(mine, reference, atol=CLOSE * scale, rtol=0)
 
 
 def test_costs_count_passes():
@@ -103,16 +96,3 @@ def test_costs_count_passes():
 def test_the_released_sizes(size, millions):
     model = build_decoder(HrmTextOptions(size=size), max_seq_len=8, device="meta")
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
-
-
-def test_flex_has_the_same_mask(monkeypatch):
-    monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
-    positions = torch.tensor([[*range(6), *range(LENGTH - 6)]])
-    column = torch.tensor([[True] * 3 + [False] * 3 + [True] * 5 + [False] * 3])
-    share = WindowShare(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), torch.randperm(LENGTH))
-    for part in (None, share):
-        dense = document_mask(positions, part, column)[0, 0]
-        flex = document_block_mask(positions, part, 128, column)
-        queries, keys = (torch.arange(size) for size in dense.shape)
-        mine = flex.mask_mod(torch.tensor(0), torch.tensor(0), queries[:, None], keys)
-        assert torch.equal(mine, dense)

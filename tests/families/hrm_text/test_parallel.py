@@ -13,12 +13,10 @@ from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.families.hrm_text.model import HrmTextOptions
 from titan_loop.models.family import decoder_config
 
-SHALLOW = (("n_layers", 2), ("low_cycles", 2))
-
 
 def prefixed(context_parallel: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and whole gradients of a step in which prompts are read in both directions."""
-    config = decoder_config(HrmTextOptions(**dict(SHALLOW)), max_seq_len=SEQ_LEN)
+    config = decoder_config(HrmTextOptions(n_layers=2, low_cycles=2), max_seq_len=SEQ_LEN)
     parallelism = ParallelismConfig(context_parallel_degree=context_parallel)
     parallelism.spmd_backend = compat.SPMD_BACKEND
     model, dims = parallel_model(config, parallelism)

@@ -55,18 +55,11 @@ def pair(transformers5: ModuleType) -> tuple[LoopDecoder, Any]:
         HrmTextOptions(n_layers=2 * LAYERS, recurrent_steps=HIGH, low_cycles=LOW), max_seq_len=64
     )
     config = transformers5.HrmTextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        head_dim=16,
-        H_cycles=HIGH,
-        L_cycles=LOW,
-        max_position_embeddings=64,
-        embedding_scale=ours.config.embedding_scale,
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=192, num_hidden_layers=LAYERS,
+        num_attention_heads=4, head_dim=16, H_cycles=HIGH, L_cycles=LOW,
+        max_position_embeddings=64, embedding_scale=ours.config.embedding_scale,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
+    )  # fmt: skip
     theirs = transformers5.HrmTextForCausalLM(config)
     with torch.no_grad():
         for parameter in ours.parameters():

@@ -10,14 +10,9 @@ from titan_loop.inference.exit_policy import Confidence
 
 SMALL: dict[str, Any] = {
     "full_layers": (1, 3, 5),
-    "window": 5,
-    "bias_extent": 7,
-    "bias_width": 4,
-    "far_floor": 6,
-    "message_rank": 4,
-    "qk_clip": 2.0,
-    "bias_clip": 1.0,
-}
+    "window": 5, "bias_extent": 7, "bias_width": 4, "far_floor": 6, "message_rank": 4,
+    "qk_clip": 2.0, "bias_clip": 1.0,
+}  # fmt: skip
 OTHER: dict[str, Any] = {
     **SMALL,
     "recurrent_steps": 2,
@@ -26,18 +21,10 @@ OTHER: dict[str, Any] = {
     "coda_layers": 1,
     "block_layers": 3,
     "full_layers": (0, 4),
-    "taps": 3,
-    "top_k": 3,
-    "n_kv_heads": 4,
-    "head_dim": 24,
-    "embedding_rows": 312,
-    "score_scale": 2.0,
-    "far_alpha": 0.5,
-    "norm_eps": 1e-5,
-    "gate_softcap": 3.0,
-    "up_softcap": 10.0,
-    "logit_softcap": 20.0,
-}
+    "taps": 3, "top_k": 3, "n_kv_heads": 4, "head_dim": 24, "embedding_rows": 312,
+    "score_scale": 2.0, "far_alpha": 0.5, "norm_eps": 1e-5, "gate_softcap": 3.0,
+    "up_softcap": 10.0, "logit_softcap": 20.0,
+}  # fmt: skip
 case = partial(Case, family=InklingOptions, steps=(2, 1), options=tuple(SMALL.items()))
 
 

@@ -31,22 +31,12 @@ SHAPE: dict[str, Any] = {
     **{f"{swa}num_attention_heads": 4 for swa in ("", "swa_")},
     **{f"{swa}num_key_value_heads": 2 for swa in ("", "swa_")},
     **{f"{swa}head_dim": 16 for swa in ("", "swa_")},
-    "sliding_window_size": 8,
-    "d_rel": 4,
-    "rel_extent": 12,
-    "log_scaling_n_floor": 10,
-    "qk_l2_clip_threshold": 2.0,
-    "rel_l2_clip_threshold": 1.0,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_layers_per_attn_res_block": 2,
-    "loop_layer_index_start": 2,
-    "loop_layer_index_end": 6,
-    "loop_gate_rank": 4,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-}
+    "sliding_window_size": 8, "d_rel": 4, "rel_extent": 12, "log_scaling_n_floor": 10,
+    "qk_l2_clip_threshold": 2.0, "rel_l2_clip_threshold": 1.0, "moe_intermediate_size": 32,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_layers_per_attn_res_block": 2,
+    "loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_gate_rank": 4,
+    "max_position_embeddings": 128, "eos_token_id": None,
+}  # fmt: skip
 
 
 def saved(transformers5: ModuleType, place: Path, passes: int) -> Any:

@@ -55,9 +55,6 @@ CONTRACT = Contract(
         ),
         (replace(BUILT, corrupted="due"), "model.corrupted=due has no effect"),
         (replace(BUILT, norm_placement="readout"), "model.norm_placement=readout has no effect"),
-        (
-            replace(BUILT, corruption=0.1, state="continuous"),
-            "needs the discrete values of model.state=",
-        ),
+        (replace(BUILT, corruption=0.1, state="continuous"), "needs the discrete values of mod"),
     ],
 )

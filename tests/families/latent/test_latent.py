@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.contracts.families import random_model
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
@@ -41,12 +42,8 @@ def test_by_rows_gives_a_factor_its_share_of_the_variance():
 
 
 def model_of(**options) -> LatentDecoder:
-    torch.manual_seed(0)
-    model = build_decoder(replace(OPTIONS, **options), max_seq_len=LENGTH).double()
+    model = random_model(replace(OPTIONS, **options), LENGTH)
     assert isinstance(model, LatentDecoder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
@@ -282,10 +279,7 @@ def run(**changed) -> LoopTrainer.Config:
         ({"parallelism__context_parallel_degree": 2}, "does not work with model.family=latent"),
         ({"dataloader": TaskLoader.Config()}, "the loss reads factors, depth"),
         (
-            {
-                "recurrence__from_data": True,
-                "recurrence__max_steps": 3,
-            },
+            {"recurrence__from_data": True, "recurrence__max_steps": 3},
             "recurrence.max_steps=3 is less than the 4 steps that the deepest examples need",
         ),
         (

@@ -63,7 +63,7 @@ CONTRACT = Contract(
                 ({"exit_gate": True}, (), "model.exit_gate=True: the LoopCoder format has no"),
                 ({"norm_placement": "every_step"}, (), "model.norm_placement=every_step: the Loop"),
             ],
-        ),
+        )
     },
     refused=[
         (LoopCoderOptions(injection="additive"), "model.injection=additive is not in LoopCoder"),

@@ -83,13 +83,12 @@ def states(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def test_states_are_those_of_the_equations_and_documents_are_apart():
     model, ids = make(), tokens()
-    for got, want in zip(model(ids).hidden_RBLD, states(model, ids[0]), strict=True):
-        torch.testing.assert_close(got[0], want, atol=CLOSE, rtol=0)
+    found = [state[0] for state in model(ids).hidden_RBLD]
+    torch.testing.assert_close(found, states(model, ids[0]), atol=CLOSE, rtol=0)
     packed = model(ids, torch.tensor([[*range(9), *range(5)]])).hidden_RBLD
     for first, last in ((0, 9), (9, LENGTH)):
-        alone = states(model, ids[0, first:last])
-        for got, want in zip(packed, alone, strict=True):
-            torch.testing.assert_close(got[0, first:last], want, atol=CLOSE, rtol=0)
+        found = [state[0, first:last] for state in packed]
+        torch.testing.assert_close(found, states(model, ids[0, first:last]), atol=CLOSE, rtol=0)
     # A padded row is the row.
     padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)
     got = model(padded).hidden_RBLD[-1][:, :LENGTH]

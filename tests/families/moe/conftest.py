@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.families.ouro.hugging_face.conftest import randomise, write_run
+from tests.families.ouro.hugging_face.conftest import random_model, write_run
 from tests.support.llama_runs import VOCABULARY, Made, ascii_tokenizer, make_run  # noqa: F401
 from titan_loop.families.moe.model import MoEOptions
-from titan_loop.models.family import build_decoder
 
 MakeMoE = Callable[..., Made]
 
@@ -21,9 +20,7 @@ def make_moe(tmp_path_factory: pytest.TempPathFactory) -> MakeMoE:
     def make(*, bias: float = 0.2, **options: object) -> Made:
         small = {"vocab_size": VOCABULARY, "experts": 4, "expert_hidden_dim": 32}
         chosen = MoEOptions(**{**small, **options})  # type: ignore[arg-type]
-        torch.manual_seed(20)
-        model = build_decoder(chosen, max_seq_len=128).eval()
-        randomise(model)
+        model = random_model(chosen)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name.endswith("expert_bias_SE"):

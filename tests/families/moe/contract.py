@@ -33,20 +33,16 @@ def rehearsed(config: LoopTrainer.Config) -> None:
 
 
 CONTRACT = Contract(
-    compiled={
-        "attentions": Compiled(MoEOptions(n_layers=1, attentions=3), graphs=6),
-    },
+    compiled={"attentions": Compiled(MoEOptions(n_layers=1, attentions=3), graphs=6)},
     generated={
         "own routers": Generated(
             MoEOptions(routers=2, attentions=2, exit_gate=True, coda_layers=1, dim=32)
-        ),
+        )
     },
     rehearsed={"experts": rehearsed},
     runs={
         "experts": Run(
-            run,
-            equal=(*LOADS, "experts/unused"),
-            close=("experts/balance", "experts/router_z"),
+            run, equal=(*LOADS, "experts/unused"), close=("experts/balance", "experts/router_z")
         )
     },
     folders={

@@ -4,20 +4,11 @@ import re
 
 import torch
 
-from titan_loop.families.moe.decoder import MoEDecoder
-from titan_loop.families.moe.model import MoEOptions
-from titan_loop.models.family import build_decoder
+from tests.families.moe.test_model import model_of
 
 LAYERS, STEPS, ATTENTIONS, L = 2, 3, 2, 12
 SPLIT = {"n_layers": LAYERS, "dense_layers": (2,), "experts": 4}
 CLOSE = 2e-6  # fp32 sums of three contributions, near 0.1
-
-
-def model_of(**options: object) -> MoEDecoder:
-    torch.manual_seed(0)
-    model = build_decoder(MoEOptions(**options), max_seq_len=L)  # type: ignore[arg-type]
-    assert isinstance(model, MoEDecoder)
-    return model
 
 
 def unrolled_names(name: str) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.contracts.folders import opened
+from tests.support.command_lines import refused
 from tests.support.llama_runs import VOCABULARY, Make
 from titan_loop.cli import main as cli
 from titan_loop.models.decoder import LoopDecoder
@@ -72,13 +73,8 @@ def test_noise_is_relative_and_every_experts_own(make_run: Make, tmp_path):
         ({}, ("--dense-layers", 3), "must name some of the layers 1 to 2"),
     ],
 )
-def test_parts_that_do_not_fit_are_one_line(
-    make_run: Make, capsys, tmp_path, options, flags, message
-):
+def test_parts_that_do_not_fit_are_one_line(make_run, capsys, tmp_path, options, flags, message):
     run = make_run(**options).run
-    capsys.readouterr()
     words = ("moe", run, "--output", tmp_path / "run", "--experts", 4, *flags)
-    assert cli.main([str(word) for word in words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message in refused(capsys, *words)
     assert not [*tmp_path.iterdir()]

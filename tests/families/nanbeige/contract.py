@@ -18,6 +18,6 @@ CONTRACT = Contract(
                 ({"loop_loss_weights": [0.1, 0.2, 0.3]}, "loop_loss_weights=[0.1, 0.2, 0.3]"),
                 ({"loop_loss_weights": 3}, "loop_loss_weights=3"),
             ],
-        ),
-    },
+        )
+    }
 )

@@ -19,12 +19,7 @@ from titan_loop.formats.gguf_file import neighbours
 from titan_loop.formats.gguf_tokenizer import tokenizer_problem
 from titan_loop.formats.stress_texts import stress_texts
 
-_PREFIXED = {
-    "type": "ByteLevel",
-    "add_prefix_space": True,
-    "trim_offsets": True,
-    "use_regex": True,
-}
+_PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 PLAIN = _PREFIXED | {"add_prefix_space": False}
 
 
@@ -154,10 +149,7 @@ def changed(tokenizer, path, change):
         ({"normalizer": {"type": "NFKC"}}, "has the normalizer NFKC"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace, and llama"),
         ({"pre_tokenizer": split(O200K)}, "text as none of llama.cpp's pre-tokenizers"),
-        (
-            {"pre_tokenizer": split(r"\p{L}+|\p{N}{2}")},
-            "; --approximate-tokenizer writes it; write",
-        ),
+        ({"pre_tokenizer": split(r"\p{L}+|\p{N}{2}")}, "; --approximate-tokenizer writes it; "),
         ({"merges": []}, "has no merges, and llama.cpp loads no byte-level BPE without one"),
         ({"byte_fallback": True}, "is a SentencePiece BPE with another normalizer or pre-token"),
     ],

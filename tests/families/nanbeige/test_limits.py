@@ -7,9 +7,9 @@ import pytest
 from gguf import GGUFReader
 
 from tests.families.ouro.hugging_face.conftest import convert
+from tests.families.ouro.hugging_face.test_export import error_of
 from tests.models.dense_blocks import BLOCKS
 from tests.support.llama_runs import VOCABULARY
-from titan_loop.cli import main as cli
 from titan_loop.text.tokenizer import load_tokenizer
 
 
@@ -47,23 +47,30 @@ def test_an_added_token_without_a_row_is_left_out(make_run, tmp_path, ascii_toke
     assert json.loads((out / "config.json").read_text())["vocab_size"] == VOCABULARY
 
 
-@pytest.mark.parametrize("window", [5, 128])
-def test_gguf_has_the_local_base_of_windows_that_no_text_fills(make_run, tmp_path, window):
-    block = {**BLOCKS["gemma3"], "attention_scale": 0.25, "windowed_layers": (0, 2)}
-    made = make_run(n_layers=4, recurrent_steps=2, **{**block, "window": window})
+def gguf_of(make_run, tmp_path, **options) -> GGUFReader:
+    """Return the file of a model whose every visit is a layer."""
     file = tmp_path / "model.gguf"
-    convert("export", made.run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
-    keys = {name: field.contents() for name, field in GGUFReader(file).fields.items()}
-    assert keys["gemma3.rope.freq_base_swa"] == 100.0
-    assert keys["gemma3.attention.sliding_window"] == window
+    arguments = ("--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
+    convert("export", make_run(**options).run, *arguments)
+    return GGUFReader(file)
 
 
-def test_mlx_gives_the_local_base_to_other_layers_even_in_whole_windows(make_run, tmp_path, caplog):
-    block = {**BLOCKS["gemma3"], "window": 128, "windowed_layers": (0, 2, 5)}
-    made = make_run(n_layers=12, recurrent_steps=1, **block)
-    folder = tmp_path / "out"
-    convert("export", made.run, "--to", "llama-unrolled", "--output", folder, "--no-tokenizer")
-    assert "MLX knows windows of Gemma 3 in a period alone" in caplog.text
+TIED = {"tie_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "more"), [("gemma3", 5, {}), ("gemma3", 128, {}), ("gemma2", 128, TIED)]
+)
+def test_gguf_has_windows_that_no_text_fills(make_run, tmp_path, kind, window, more):
+    """Without Gemma 2's, llama.cpp takes 4096."""
+    block = {**BLOCKS[kind], "attention_scale": 0.25, "windowed_layers": (0, 2), "window": window}
+    fields = gguf_of(make_run, tmp_path, n_layers=4, recurrent_steps=2, **block, **more).fields
+    assert fields[f"{kind}.attention.sliding_window"].contents() == window
+    if kind == "gemma3":
+        assert fields["gemma3.rope.freq_base_swa"].contents() == 100.0
+
+
+LATE = {**BLOCKS["gemma3"], "n_layers": 12, "window": 128, "windowed_layers": (0, 2, 5)}
 
 
 @pytest.mark.parametrize(
@@ -76,8 +83,9 @@ def test_mlx_gives_the_local_base_to_other_layers_even_in_whole_windows(make_run
         ({**BLOCKS["gemma3"], "attention_biases": "qkvo"}, "does not load gemma3_text with atten"),
         ({**BLOCKS["gemma3"], "logit_softcap": 2.0}, "does not cap logits of a Gemma 3"),
         ({"attention_biases": "qkvo", "window": 5, "windowed_layers": (0, 1)}, "does not load smo"),
+        (LATE, "knows windows of Gemma 3 in a period alone"),  # even where windows hold the text
     ],
-    ids=["scaled", "uncapped", "biased", "narrow", "biased-gemma3", "capped", "windows-alone"],
+    ids=["scaled", "uncapped", "biased", "narrow", "biased-gemma3", "capped", "windows", "late"],
 )
 def test_every_difference_in_mlx_is_said(make_run, tmp_path, caplog, block, words):
     made = make_run(recurrent_steps=1, **block)
@@ -87,66 +95,53 @@ def test_every_difference_in_mlx_is_said(make_run, tmp_path, caplog, block, word
     assert ("no windows for gemma2" in caplog.text) == ("attention_softcap" in block)
 
 
-PLAIN = {"rope_attention_factor": 1.0}
-
-
-@pytest.mark.parametrize(
-    "block",
-    [BLOCKS["qwen2"], {**BLOCKS["qwen3"], **PLAIN}, BLOCKS["olmo2"], {"unrotated_layers": (3,)}],
-    ids=["qwen2", "qwen3", "olmo2", "smollm3"],
-)
-def test_llama_cpp_has_llama3_s_scaling_for_few(make_run, tmp_path, capsys, block):
-    run = make_run(n_layers=4, recurrent_steps=1, **{**block, **BLOCKS["llama3"]}).run
-    words = ["convert", "export", run, "--to", "gguf-unrolled", "--output", tmp_path / "m.gguf"]
-    assert cli.main([*map(str, words), "--no-tokenizer"]) == 2
-    assert "model.rope_scaling=llama3: llama.cpp computes" in capsys.readouterr().err
-
-
-def test_llama_cpp_has_llama3_s_scaling_for_granite(make_run, tmp_path):
-    run = make_run(recurrent_steps=1, **{**BLOCKS["granite"], **BLOCKS["llama3"]}).run
-    file = tmp_path / "model.gguf"
-    convert("export", run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
-    assert "rope_freqs.weight" in {each.name for each in GGUFReader(file).tensors}
-
-
-def test_gguf_has_windows_of_gemma_2_that_no_text_fills(make_run, tmp_path):
-    """Without the key, llama.cpp takes 4096."""
-    block = {**BLOCKS["gemma2"], "attention_scale": 0.25, "window": 128, "tie_weights": True}
-    made = make_run(n_layers=4, recurrent_steps=1, **{**block, "windowed_layers": (0, 2)})
-    file = tmp_path / "model.gguf"
-    convert("export", made.run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
-    assert GGUFReader(file).fields["gemma2.attention.sliding_window"].contents() == 128
+def test_gguf_has_llama3_s_scaling_of_granite(make_run, tmp_path):
+    options = {**BLOCKS["granite"], **BLOCKS["llama3"]}
+    file = gguf_of(make_run, tmp_path, recurrent_steps=1, **options)
+    assert "rope_freqs.weight" in {each.name for each in file.tensors}
 
 
 def test_gguf_has_the_head_of_a_tied_olmo_2(make_run, tmp_path):
     """llama.cpp loads none without it."""
-    made = make_run(recurrent_steps=1, tie_weights=True, **BLOCKS["olmo2"])
-    file = tmp_path / "model.gguf"
-    convert("export", made.run, "--to", "gguf-unrolled", "--output", file, "--no-tokenizer")
-    found = {each.name: each.data for each in GGUFReader(file).tensors}
+    file = gguf_of(make_run, tmp_path, recurrent_steps=1, tie_weights=True, **BLOCKS["olmo2"])
+    found = {each.name: each.data for each in file.tensors}
     assert (found["output.weight"] == found["token_embd.weight"]).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "olmo2", "phi3"])
-def test_llama_cpp_has_heads_of_their_own_width_for_some(make_run, tmp_path, capsys, kind):
-    run = make_run(recurrent_steps=1, head_dim=32, **BLOCKS[kind]).run
-    words = ["convert", "export", run, "--to", "gguf-unrolled", "--output", tmp_path / "m.gguf"]
-    assert cli.main([*map(str, words), "--no-tokenizer"]) == 2
-    assert f"model.head_dim=32: llama.cpp computes {kind} otherwise" in capsys.readouterr().err
+QWEN3 = {**BLOCKS["qwen3"], "rope_attention_factor": 1.0}
 
 
 @pytest.mark.parametrize(
-    "block",
+    ("to", "options", "message"),
     [
-        {"logit_softcap": 2.0},
-        {**BLOCKS["gemma2"], "attention_scale": 0.3},
-        {**BLOCKS["gemma3"], "attention_softcap": 2.0},
+        *(
+            (
+                "gguf-unrolled",
+                {"n_layers": 4, **block, **BLOCKS["llama3"]},
+                "model.rope_scaling=llama3: llama.cpp computes",
+            )
+            for block in (BLOCKS["qwen2"], QWEN3, BLOCKS["olmo2"], {"unrotated_layers": (3,)})
+        ),
+        *(
+            (
+                "gguf-unrolled",
+                {"head_dim": 32, **BLOCKS[kind]},
+                f"model.head_dim=32: llama.cpp computes {kind} otherwise",
+            )
+            for kind in ("qwen2", "olmo2", "phi3")
+        ),
+        *(
+            ("llama-unrolled", block, "no dense model of transformers has such layers")
+            for block in (
+                {"logit_softcap": 2.0},
+                # transformers 5 reads Gemma's scale as an integer; Gemma 3 ignores attention's cap.
+                {**BLOCKS["gemma2"], "attention_scale": 0.3},
+                {**BLOCKS["gemma3"], "attention_softcap": 2.0},
+            )
+        ),
     ],
-    ids=["logit_softcap", "attention_scale", "attention_softcap"],
 )
-def test_layers_that_no_dense_model_has_are_refused(make_run, tmp_path, capsys, block):
-    """transformers 5 reads Gemma's scale as an integer; Gemma 3's class ignores attention's cap."""
-    words = ["convert", "export", make_run(recurrent_steps=1, **block).run, "--output"]
-    words += [tmp_path / "out", "--to", "llama-unrolled", "--no-tokenizer"]
-    assert cli.main([*map(str, words)]) == 2
-    assert "no dense model of transformers has such layers" in capsys.readouterr().err
+def test_layers_that_an_engine_lacks_are_refused(make_run, tmp_path, capsys, to, options, message):
+    run = make_run(recurrent_steps=1, **options).run
+    flags = ("--to", to, "--output", tmp_path / "out", "--no-tokenizer")
+    assert message in error_of(capsys, "export", run, *flags)

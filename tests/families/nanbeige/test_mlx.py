@@ -114,12 +114,8 @@ def test_the_lines_of_the_card_work_as_printed(mlx_python, make_run, tmp_path, a
     for words in (shlex.split(line), *(["-c", read] for read in reads)):
         answered = subprocess.run(
             [mlx_python, *words],
-            input="kept",
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=True,
-        )
+            input="kept", capture_output=True, text=True, cwd=tmp_path, check=True,
+        )  # fmt: skip
         assert "Generation" in answered.stdout or answered.stdout == "kept\n"
 
 

@@ -8,16 +8,14 @@ import pkgutil
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import spacy.lang
 from tokenizers import Tokenizer
 
-from tests.data.shapes.test_real_tokenizers import REAL, Real, find_tokenizer
+from tests.data.shapes.test_real_tokenizers import REAL, find_tokenizer
 from tests.families.ouro.hugging_face.test_export import error_of
 from tests.support.llama_cpp import ask, export
-from tests.support.llama_runs import Make
 from tests.support.tiny import standard_library_texts
 
 pytestmark = pytest.mark.tokenizers
@@ -67,14 +65,7 @@ def random_words() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
-def test_ids_are_equal_or_the_reason_is_named(
-    real: Real,
-    python: str,
-    make_run: Make,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ids_are_equal_or_the_reason_is_named(real, python, make_run, tmp_path, capsys, caplog):
     path = find_tokenizer(real)
     tokenizer = Tokenizer.from_file(str(path))
     rows = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

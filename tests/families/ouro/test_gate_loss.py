@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.families.ouro.objective import (
-    AdaptiveGateLoss,
-    adaptive_loss,
-)
+from titan_loop.families.ouro.objective import AdaptiveGateLoss, adaptive_loss
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 
@@ -49,22 +46,12 @@ def definition(logits: Tensor, ce: Tensor, labels: Tensor) -> Tensor:
     return total / count / steps
 
 
-def loss_of(logits: Tensor, ce: Tensor, labels: Tensor) -> Tensor:
-    valid = (labels != IGNORE_INDEX).sum()
-    return adaptive_loss(
-        logits,
-        ce,
-        labels,
-        slope=SLOPE,
-        threshold=THRESHOLD,
-        valid_tokens=valid,
-    ).loss
-
-
 @pytest.mark.parametrize("steps", [2, 4])
 def test_loss_and_gradient_equal_the_definition(steps: int):
     logits, ce, labels = draw(steps)
-    got = loss_of(logits, ce, labels)
+    valid = (labels != IGNORE_INDEX).sum()
+    settings = {"slope": SLOPE, "threshold": THRESHOLD, "valid_tokens": valid}
+    got = adaptive_loss(logits, ce, labels, **settings).loss
     want = definition(logits, ce, labels)
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
     (got_gradient,) = torch.autograd.grad(got, logits)
@@ -75,32 +62,13 @@ def test_loss_and_gradient_equal_the_definition(steps: int):
     assert not got_gradient[:, labels == IGNORE_INDEX].any()
 
 
-def build_loss(head: LMHead, **settings: float) -> AdaptiveGateLoss:
-    loss_fn = AdaptiveGateLoss.Config(**settings).build()  # pyright: ignore[reportArgumentType]
-    loss_fn.set_lm_head(head)
-    return loss_fn
-
-
-def build_head(vocab: int = VOCAB) -> LMHead:
-    torch.manual_seed(0)
-    head = LMHead.Config(in_features=WIDTH, out_features=vocab, chunk_tokens=7).build().double()
-    return head.requires_grad_(False)
-
-
-def draw_output() -> tuple[LoopOutput, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    hidden = tuple(
-        torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-        for _ in range(STEPS)
-    )
-    logits, _, labels = draw()
-    return LoopOutput(hidden, tuple(logits)), labels
-
-
 def test_the_loss_class_reads_cross_entropies_out_of_the_head():
-    head = build_head()
-    pred, labels = draw_output()
-    logits = torch.stack(pred.exit_logit_RBL)
+    torch.manual_seed(0)
+    head = LMHead.Config(in_features=WIDTH, out_features=VOCAB, chunk_tokens=7).build().double()
+    head.requires_grad_(False)
+    logits, _, labels = draw()
+    states = torch.randn(STEPS, BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    pred = LoopOutput(tuple(states), tuple(logits))
     ce = torch.stack(
         [
             torch.nn.functional.cross_entropy(
@@ -110,7 +78,9 @@ def test_the_loss_class_reads_cross_entropies_out_of_the_head():
         ]
     )
     valid = labels != IGNORE_INDEX
-    loss, metrics = build_loss(head)(pred, labels, valid.sum())
+    loss_fn = AdaptiveGateLoss.Config().build()
+    loss_fn.set_lm_head(head)
+    loss, metrics = loss_fn(pred, labels, valid.sum())
     want = definition(logits, ce, labels)
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-10)
 

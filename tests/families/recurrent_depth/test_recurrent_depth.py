@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.families import random_model
 from tests.inference.reference import CONTEXT
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -26,11 +27,7 @@ def build(**options) -> LoopDecoder:
 @pytest.fixture(scope="module")
 def model() -> LoopDecoder:
     """Off the identity, in float64."""
-    model = build(**LEARNED)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.double().eval()
+    return random_model(RecurrentDepthOptions(**LEARNED), CONTEXT)
 
 
 def normed(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:

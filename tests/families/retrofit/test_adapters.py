@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.families.ouro.hugging_face.conftest import randomise
+from tests.families.ouro.hugging_face.conftest import random_model
 from tests.families.retrofit.conftest import TOKENS, logits
 from titan_loop.distributed.state_bytes import state_bytes
 from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
@@ -19,9 +19,7 @@ SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "vocab_size": 300
 
 def made(**options: object) -> RetrofitDecoder:
     """Return a model whose every weight is at random."""
-    torch.manual_seed(4)
-    model = build_decoder(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=128).eval()  # type: ignore[arg-type]
-    randomise(model)
+    model = random_model(RetrofitOptions(**{**SPLIT, **options}))  # type: ignore[arg-type]
     assert isinstance(model, RetrofitDecoder)
     return model
 

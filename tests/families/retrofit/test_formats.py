@@ -11,9 +11,7 @@ TIED = ("--prelude", 0, "--core", 2, "--coda", 0, "--rank", 5)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_tied_layers_unroll_with_their_adapters(
-    retrofit: Retrofit, tmp_path, ascii_tokenizer, steps
-):
+def test_tied_layers_unroll_with_their_adapters(retrofit, tmp_path, ascii_tokenizer, steps):
     looped = retrofit("tied", *TIED)
     flags = ("--tokenizer", ascii_tokenizer, "--recurrent-steps", steps)
     out, back = tmp_path / "out", tmp_path / "back"

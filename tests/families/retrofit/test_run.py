@@ -54,9 +54,7 @@ def distilled(source: Path, start: Path, folder: Path, teacher: str) -> LoopTrai
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("own", [False, True], ids=["the dense run", "itself"])
-def test_new_parameters_alone_train_towards_a_teacher(
-    dense: Path, source: Path, tmp_path: Path, own: bool
-):
+def test_new_parameters_alone_train_towards_a_teacher(dense, source, tmp_path, own):
     start = tmp_path / "start"
     retrofit(dense, "--output", start, "--mode", "identity", "--rank", 2, *SPANS)
     config = distilled(source, start, tmp_path / "run", "" if own else str(dense))
@@ -74,9 +72,7 @@ def test_new_parameters_alone_train_towards_a_teacher(
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_command_that_a_retrofit_advises_trains_it(
-    dense: Path, source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_the_command_that_a_retrofit_advises_trains_it(dense, source, tmp_path, capfd):
     start = tmp_path / "start"
     retrofit(dense, "--output", start, *SPANS)
     advice = capfd.readouterr().out.splitlines()[-1]
@@ -89,9 +85,7 @@ def test_the_command_that_a_retrofit_advises_trains_it(
     assert trained.checkpoint().tokens == 128
 
 
-def test_a_scan_says_what_the_plain_loop_costs(
-    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_scan_says_what_the_plain_loop_costs(dense, tmp_path, capsys):
     retrofit(dense, "--scan", "--windows", 1)  # lengths that these few layers have
     assert "recommended: --prelude" in capsys.readouterr().out
     table = tmp_path / "scan.json"
@@ -113,9 +107,7 @@ def test_a_scan_says_what_the_plain_loop_costs(
         assert found == pytest.approx(record["dense"] + cost, abs=2e-4)
 
 
-def test_text_in_other_tokens_is_refused(
-    dense: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_text_in_other_tokens_is_refused(dense, source, tmp_path, capsys):
     other = shutil.copytree(source, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "NFC"}}))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.contracts.folders import opened
 from tests.families.ouro.hugging_face.conftest import convert
 from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits
 from tests.models.dense_blocks import BLOCKS
-from titan_loop.cli import main as cli
+from tests.support.command_lines import refused
 from titan_loop.runs.saved_run import SavedRun
 
 
@@ -22,9 +21,7 @@ def test_untrained_every_number_of_steps_is_the_bare_loop(retrofit: Retrofit):
         assert torch.equal(logits(identity, steps), logits(plain, steps))
 
 
-def test_one_damped_step_is_the_dense_model_and_more_are_parts_of_it(
-    dense: Made, retrofit: Retrofit
-):
+def test_one_damped_step_is_the_dense_model_and_more_are_parts_of_it(dense, retrofit):
     whole = retrofit("damped", "--recurrent-steps", 1).model
     assert torch.equal(logits(whole, 1), logits(dense.model, 1))
     model, layers = retrofit("damped", "--recurrent-steps", 3).model, dense.model.layers
@@ -67,11 +64,7 @@ def test_a_folder_is_as_good_as_a_run(dense: Made, retrofit: Retrofit, ascii_tok
     assert (looped.run / "tokenizer.json").read_bytes() == ascii_tokenizer.read_bytes()
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run `titan-loop retrofit`, which must refuse, and return its line."""
-    capsys.readouterr()
-    assert cli.main(["retrofit", *map(str, words)]) == 2
-    return capsys.readouterr().err
+SPANS = ("--prelude", 1, "--core", 2, "--coda", 1)
 
 
 @pytest.mark.parametrize(
@@ -81,31 +74,45 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (("--prelude", 2, "--core", 0, "--coda", 2), "--core=0 must be at least 1"),
         (("--prelude", 1, "--core", 2), "--coda is missing; --scan recommends layers"),
         (
-            ("--prelude", 1, "--core", 2, "--coda", 1, "--noise", 0.5),
-            "--noise=0.5 has no effect with --mode=identity, only with dropped",
+            (*SPANS, "--noise", 0.5),
+            "--noise=0.5 has no effect with --mode=identity, only with dro",
         ),
-        (
-            ("--prelude", 1, "--core", 2, "--coda", 1, "--rank", 65),
-            "--rank=65 is above the model's width, 64",
-        ),
+        ((*SPANS, "--rank", 65), "--rank=65 is above the model's width, 64"),
     ],
 )
 def test_spans_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
-    assert message in error_of(capsys, dense.run, "--output", tmp_path / "run", *flags)
+    run = ("retrofit", dense.run, "--output", tmp_path / "run")
+    assert message in refused(capsys, *run, *flags)
     assert not [*tmp_path.iterdir()]
 
 
+WINDOWED = {"n_layers": 4, "recurrent_steps": 1, "window": 4, "windowed_layers": (0, 1)}
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "mode", "message"),
     [
-        ({"recurrent_steps": 2}, "runs 2 recurrent steps; retrofit starts from a dense model"),
-        ({"recurrent_steps": 1, "exit_gate": True}, "has model.exit_gate=True; retrofit starts"),
+        (
+            {"recurrent_steps": 2},
+            "plain",
+            "runs 2 recurrent steps; retrofit starts from a dense m",
+        ),
+        (
+            {"recurrent_steps": 1, "exit_gate": True},
+            "plain",
+            "has model.exit_gate=True; retrofit s",
+        ),
+        (
+            WINDOWED,
+            "tied",
+            "layers=(0, 1): --mode=tied would make one layer of [0, 2], which",
+        ),
     ],
 )
-def test_only_a_dense_model_is_retrofitted(make_run, capsys, tmp_path, options, message):
-    run = make_run(**options).run
-    spans = ("--prelude", 0, "--core", 1, "--coda", 1)
-    assert message in error_of(capsys, run, "--output", tmp_path / "run", *spans)
+def test_other_models_are_not_retrofitted(make_run, capsys, tmp_path, options, mode, message):
+    run = ("retrofit", make_run(**options).run, "--output", tmp_path / "run")
+    flags = ("--prelude", 0, "--core", 2, "--coda", 0, "--mode", mode)
+    assert message in refused(capsys, *run, *flags)
 
 
 def test_dropped_leaves_the_middle_out_and_mixes_state_and_prelude(dense: Made, retrofit: Retrofit):
@@ -149,7 +156,7 @@ def test_dropped_may_start_from_noise(dense: Made, retrofit: Retrofit):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
+def test_every_dense_block_loops_in_every_mode(make_run, retrofit: Retrofit, name: str):
     alternating = {"windowed_layers": (0, 2), "unrotated_layers": (1, 3)}
     block = {key: alternating.get(key, value) for key, value in BLOCKS[name].items()}
     dense = make_run(n_layers=4, recurrent_steps=1, **block)
@@ -160,13 +167,9 @@ def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
     ):
         if mode == "dropped" and "windowed_layers" not in block:
             continue  # equal layers are dropped alike
-        flags = [
-            f"--{part}={n}" for part, n in zip(("prelude", "core", "coda"), layers, strict=True)
-        ]
-        output = tmp_path / mode
-        words = ["retrofit", str(dense.run), "--mode", mode, "--output", str(output), *flags, *rest]
-        assert cli.main(words) == 0
-        model = opened(output)
+        spans = zip(SPANS[::2], layers, strict=True)
+        flags = [word for span in spans for word in span]
+        model = retrofit(mode, *flags, *rest, source=dense.run).model
         assert torch.isfinite(logits(model, 2)).all()
         if mode == "identity":
             assert torch.equal(logits(model, 1), logits(dense.model, 1))
@@ -177,14 +180,3 @@ def test_every_dense_block_loops_in_every_mode(make_run, tmp_path, name):
             assert windows == kinds.get(mode, [window, None] * 2)
         else:
             assert {*windows} == {window}
-
-
-def test_layers_of_two_kinds_are_not_tied(make_run, tmp_path, capsys):
-    block = {"window": 4, "windowed_layers": (0, 1)}
-    dense = make_run(n_layers=4, recurrent_steps=1, **block)
-    flags = ("--prelude=0", "--core=2", "--coda=0", "--mode", "tied", "--output", tmp_path / "out")
-    assert cli.main(["retrofit", *map(str, (dense.run, *flags))]) == 2
-    message = (
-        "model.windowed_layers=(0, 1): --mode=tied would make one layer of [0, 2], which differ"
-    )
-    assert message in capsys.readouterr().err

@@ -80,15 +80,10 @@ CONTRACT = Contract(
         "split": generated(states="split", core_passes=2, low_cycles=1),
         "untied": generated(untied_steps=2, prelude_norm=True),
     },
-    runs={
-        "learned": Run(learned_run, close=("depth_prior/mean", "depth_prior/entropy")),
-    },
+    runs={"learned": Run(learned_run, close=("depth_prior/mean", "depth_prior/entropy"))},
     refused=[
         (XllmOptions(injection="none"), "model.injection=none with model.start_state=normal"),
-        (
-            XllmOptions(states="split", n_layers=5),
-            "model.states=split needs an even number of looped",
-        ),
+        (XllmOptions(states="split", n_layers=5), "model.states=split needs an even number of"),
         (
             XllmOptions(norm_placement="every_step"),
             "model.norm_placement=every_step has no effect here, model.state_norm has",

@@ -17,31 +17,15 @@ Weights = Mapping[str, Tensor]
 def fields(**changed: Any) -> dict[str, Any]:
     """Return the model section of a small released config."""
     return {
-        "arch": "huginn",
-        "huginn_depth_control": True,
-        "num_layers": 4,
-        "model_dim": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "rope_head_dim": 8,
-        "ffn_hidden_dim": 48,
-        "vocab_size": 64,
-        "output_size": -1,
-        "swiglu": True,
-        "apply_bias_term": True,
-        "apply_rmsnorm": True,
-        "rmsnorm_eps": 1e-6,
-        "rope_base": 1_000_000.0,
-        "loop_times": 3,
-        "huginn_prelude_layers": 1,
-        "huginn_recurrent_layers": 2,
-        "huginn_coda_layers": 1,
-        "huginn_state_init": "normal",
-        "huginn_input_injection": "diagonal",
-        "num_experts": 0,
+        "arch": "huginn", "huginn_depth_control": True, "num_layers": 4, "model_dim": 32,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope_head_dim": 8,
+        "ffn_hidden_dim": 48, "vocab_size": 64, "output_size": -1, "swiglu": True,
+        "apply_bias_term": True, "apply_rmsnorm": True, "rmsnorm_eps": 1e-6,
+        "rope_base": 1_000_000.0, "loop_times": 3, "huginn_prelude_layers": 1,
+        "huginn_recurrent_layers": 2, "huginn_coda_layers": 1, "huginn_state_init": "normal",
+        "huginn_input_injection": "diagonal", "num_experts": 0,
         **changed,
-    }
+    }  # fmt: skip
 
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:

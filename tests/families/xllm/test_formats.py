@@ -75,9 +75,8 @@ def export_again(folder, to, tmp_path) -> Path:
     flags = ("--to", to, "--no-tokenizer", "--dtype", "bfloat16")
     convert("export", tmp_path / "run", "--output", out, *flags)
     _, second = imported(out, tmp_path / "again")
-    assert [*second.state_dict()] == [*first.state_dict()]
-    for key, tensor in first.state_dict().items():
-        torch.testing.assert_close(second.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
+    found, want = second.state_dict(), first.state_dict()
+    torch.testing.assert_close(found, want, atol=2**-8, rtol=2**-8)
     return out
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_loop.families.xllm.decoder import XllmDecoder
+from tests.contracts.families import random_model
 from titan_loop.families.xllm.depth import capped_depths
 from titan_loop.families.xllm.model import XllmOptions
 from titan_loop.models.family import build_decoder, decoder_config
@@ -15,33 +15,17 @@ from train_configs.xllm.recipes import PART_ONE, PART_TWO
 
 BATCH_TOKENS = 4_194_304
 STOPS = {
-    "dense_d28": 7137,
-    "dense_d112": 17533,
-    "dense_ouro": 7137,
-    "dense_middle": 7137,
-    "dense_ouro_raw_injection": 7148,
-    "dense_middle_prelude_injection": 7148,
-    "dense_huginn": 7148,
-    "dense_shared_hl": 7148,
-    "dense_split_hl": 7148,
+    "dense_d28": 7137, "dense_d112": 17533, "dense_ouro": 7137, "dense_middle": 7137,
+    "dense_ouro_raw_injection": 7148, "dense_middle_prelude_injection": 7148,
+    "dense_huginn": 7148, "dense_shared_hl": 7148, "dense_split_hl": 7148,
     "dense_split_hl_x2": 7148,
-}
+}  # fmt: skip
 """Updates at 20 tokens a parameter, as their guide to Part I prints them."""
-
-
-def make(**options) -> XllmDecoder:
-    """Return a model in float64 whose every weight matters."""
-    torch.manual_seed(3)
-    model = build_decoder(XllmOptions(**options), max_seq_len=64).double().eval()
-    assert isinstance(model, XllmDecoder)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
-    return model
 
 
 def test_a_coordinate_check_of_an_unchanged_model_moves_nothing():
     """The start is noise, drawn anew in every training pass."""
-    model = make(start_state="normal").eval()
+    model = random_model(XllmOptions(start_state="normal"), 64)
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.equal(*(model(tokens).hidden_RBLD[-1] for _ in range(2)))
     model.train()

@@ -8,8 +8,4 @@ from titan_loop.inference.exit_policy import Confidence
 
 options = partial(XllmMoEOptions, experts=4, dim=32)
 
-CONTRACT = Contract(
-    generated={
-        "split": Generated(options(states="split"), Confidence(0.08)),
-    }
-)
+CONTRACT = Contract(generated={"split": Generated(options(states="split"), Confidence(0.08))})

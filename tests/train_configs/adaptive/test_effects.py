@@ -1,7 +1,5 @@
 """Layers that decide how often they loop learn arithmetic; tables are in README.md."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.effects.short_runs import shorter, trained
@@ -9,9 +7,7 @@ from tests.effects.short_runs import shorter, trained
 pytestmark = pytest.mark.effects
 
 
-def test_a_layer_that_loops_as_often_as_it_decides_adds_to_arithmetic_and_loses_no_facts(
-    tmp_path: Path,
-):
+def test_a_layer_that_loops_as_often_as_it_decides_adds_to_arithmetic_and_loses_no_facts(tmp_path):
     """Three quarters of adaptive_small, whose exam is larger here."""
     flags = [*shorter(3_072_000, warmup=204_800), "--suite.questions", "1000"]
     plain = trained(tmp_path, "adaptive_small", "plain", *flags)

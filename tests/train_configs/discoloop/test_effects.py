@@ -1,7 +1,5 @@
 """A loop that reads what it decoded composes facts anew; tables are in README.md."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.effects.short_runs import SEEDS, trained
@@ -10,9 +8,7 @@ pytestmark = pytest.mark.effects
 
 
 @pytest.mark.parametrize(("arm", "least", "most"), [("discoloop", 0.15, 1.0), ("plain", 0.0, 0.1)])
-def test_a_decoded_channel_composes_facts_that_training_never_combined(
-    tmp_path: Path, arm: str, least: float, most: float
-):
+def test_a_decoded_channel_composes_facts_that_training_never_combined(tmp_path, arm, least, most):
     """A third of two_hop_small; guessing is right in 2.5 % of cases."""
     tokens = str(1_500 * 256 * 3)
     flags = [*SEEDS, "--total-tokens", tokens, "--suite.interval", "1500"]

@@ -10,16 +10,12 @@ import pytest
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Example
 from titan_loop.evaluation.exam import Exam
-from train_configs.latent.task import (
-    SYNTAX,
-    DagArithmetic,
-    DagChainOfThought,
-    Node,
-)
+from train_configs.latent.task import SYNTAX, DagArithmetic, DagChainOfThought, Node
 
 SMALL = {"modulus": 7, "nodes": 12, "leaves": 3, "names": 40, "test_nodes": (4, 20)}
 TASK = DagArithmetic(**SMALL, operations="+-*", most_depth=4)
 EMPTY = 7
+GRAPH = (Node(5, (), (), 3, 1), Node(0, (), (), 6, 1), Node(9, (1, 0), ("-",), 3, 2))
 
 
 def text(task: DagArithmetic, example: Example) -> str:
@@ -101,8 +97,7 @@ def test_training_graphs_are_as_configured():
 
 
 def test_an_example_and_what_makes_it_the_same():
-    graph = (Node(5, (), (), 3, 1), Node(0, (), (), 6, 1), Node(9, (1, 0), ("-",), 3, 2))
-    example = TASK.encode(graph)
+    example = TASK.encode(GRAPH)
     assert text(TASK, example) == "3=x5\n6=x0\nx0-x5=x9\n"
     assert example.answer_labels().tolist() == [
         *(IGNORED, IGNORED, 3, IGNORED),
@@ -111,35 +106,28 @@ def test_an_example_and_what_makes_it_the_same():
         3,
         IGNORED,
     ]
-    other = (*graph[:2], graph[2]._replace(operations=("+",), value=2))
-    assert TASK.identity(graph) != TASK.identity(other)
+    other = (*GRAPH[:2], GRAPH[2]._replace(operations=("+",), value=2))
+    assert TASK.identity(GRAPH) != TASK.identity(other)
     assert TASK.vocab_size == 9
     assert TASK.factor_sizes == (5, 41, 4)
 
 
 @pytest.mark.parametrize(
-    ("thought", "expected"),
+    ("thought", "asked"),
     [
-        ("values", "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = 3 ,"),
-        (
-            "bare_equations",
-            "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 3 ,",
-        ),
-        (
-            "equations",
-            "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 6 - 3 = 3 ,",
-        ),
+        ("values", "x5 = 3 , x0 = 6 , x9 = 3 ,"),
+        ("bare_equations", "x5 = 3 , x0 = 6 , x9 = x0 - x5 = 3 ,"),
+        ("equations", "x5 = 3 , x0 = 6 , x9 = x0 - x5 = 6 - 3 = 3 ,"),
     ],
 )
-def test_a_chain_of_thought_solves_the_graph_in_order(thought, expected):
+def test_a_chain_of_thought_solves_the_graph_in_order(thought, asked):
     task = DagChainOfThought(**SMALL, operations="+-*", thought=thought)
-    graph = (Node(5, (), (), 3, 1), Node(0, (), (), 6, 1), Node(9, (1, 0), ("-",), 3, 2))
     words = [*map(str, range(7)), *(f"x{name}" for name in range(40)), *"+-*", "=", ",", "<cot>"]
     assert len(words) == task.vocab_size
-    example = task.encode(graph)
-    assert " ".join(words[token] for token in example.tokens) == expected
-    asked = " ".join(words[label] for label in example.labels[example.answer])
-    assert asked == expected.split("<cot> ")[1]
+    example = task.encode(GRAPH)
+    told = " ".join(words[token] for token in example.tokens)
+    assert told == f"3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> {asked}"
+    assert " ".join(words[label] for label in example.labels[example.answer]) == asked
     longest = max(len(task.encode(q).tokens) for q in islice(task.questions(key=3), 200))
     assert longest <= task.longest_example
 

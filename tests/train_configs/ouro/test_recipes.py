@@ -35,38 +35,24 @@ STAGE_2 = {
     "nemotron-sft-code": 0.034,
     "nemotron-sft-general": 0.062,
 }
+
+
+def at(*rates: float, batch: int = 8 * MI, steps: int = 4, beta: float = 0.05) -> list[Any]:
+    return [(rate, batch, steps, beta) for rate in rates]
+
+
 # stage: tokens, window, RoPE base, then (learning rate, batch tokens, R, β) at the first, the
 # middle and the last token. The rates at the middle of a cosine are the mean of both ends.
+SFT_TOKENS = 2 * sum(SFT_WINDOWS.values()) // SFT_BATCH_WINDOWS * 4 * MI
 TABLE: dict[str, tuple[Any, ...]] = {
-    "1a": (3 * T, 4096, 1e4, (0.0, 4 * MI, 8, 0.1), (3e-4, 8 * MI, 8, 0.1), (3e-4, 8 * MI, 8, 0.1)),
-    "1b": (3 * T, 4096, 1e4, *[(3e-4, 8 * MI, 4, 0.05)] * 3),
-    "ct_annealing": (
-        14 * T // 10,
-        16_384,
-        4e4,
-        (3e-4, 8 * MI, 4, 0.05),
-        (1.65e-4, 8 * MI, 4, 0.05),
-        (3e-5, 8 * MI, 4, 0.05),
-    ),
-    "longct": (20 * B, 65_536, 1e6, *[(3e-5, 8 * MI, 4, 0.05)] * 3),
-    "mid_training": (
-        300 * B,
-        32_768,
-        1e6,
-        (3e-5, 8 * MI, 4, 0.05),
-        (2e-5, 8 * MI, 4, 0.05),
-        (1e-5, 8 * MI, 4, 0.05),
-    ),
-    "sft": (
-        2 * sum(SFT_WINDOWS.values()) // SFT_BATCH_WINDOWS * 4 * MI,
-        SFT_WINDOW,
-        1e6,
-        (2e-5, 4 * MI, 4, 0.05),
-        (1e-5, 4 * MI, 4, 0.05),
-        (0.0, 4 * MI, 4, 0.05),
-    ),
+    "1a": (3 * T, 4096, 1e4, (0.0, 4 * MI, 8, 0.1), *at(3e-4, 3e-4, steps=8, beta=0.1)),
+    "1b": (3 * T, 4096, 1e4, *at(3e-4, 3e-4, 3e-4)),
+    "ct_annealing": (14 * T // 10, 16_384, 4e4, *at(3e-4, 1.65e-4, 3e-5)),
+    "longct": (20 * B, 65_536, 1e6, *at(3e-5, 3e-5, 3e-5)),
+    "mid_training": (300 * B, 32_768, 1e6, *at(3e-5, 2e-5, 1e-5)),
+    "sft": (SFT_TOKENS, SFT_WINDOW, 1e6, *at(2e-5, 1e-5, 0.0, batch=4 * MI)),
     # The gate's loss has no entropy term.
-    "gate": (2 * B, 32_768, 1e6, *[(3e-4, 8 * MI, 4, 0.0)] * 3),
+    "gate": (2 * B, 32_768, 1e6, *at(3e-4, 3e-4, 3e-4, beta=0.0)),
 }
 
 
@@ -79,14 +65,9 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
 
 def test_the_stages_are_the_paper_s_in_its_order(stages):
     assert {name: stage.parent for name, stage in stages.items()} == {
-        "1a": None,
-        "1b": "1a",
-        "ct_annealing": "1b",
-        "longct": "ct_annealing",
-        "mid_training": "longct",
-        "gate": "mid_training",
-        "sft": "mid_training",
-    }
+        "1a": None, "1b": "1a", "ct_annealing": "1b", "longct": "ct_annealing",
+        "mid_training": "longct", "gate": "mid_training", "sft": "mid_training",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)

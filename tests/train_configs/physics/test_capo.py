@@ -15,16 +15,9 @@ from train_configs.physics.capo import _FIXED, _POOLS, Biography, Capo
 
 EXACT = 1e-9  # float64; a person's nats are tens
 SMALL = Capo(
-    people=30,
-    first_names=5,
-    middle_names=4,
-    last_names=6,
-    years=7,
-    cities=3,
-    universities=8,
-    majors=2,
-    employers=9,
-)
+    people=30, first_names=5, middle_names=4, last_names=6, years=7, cities=3, universities=8,
+    majors=2, employers=9,
+)  # fmt: skip
 POOLS = "first_names middle_names last_names genders months days years cities universities majors"
 NAMED = [*POOLS.split(), "employers"]
 

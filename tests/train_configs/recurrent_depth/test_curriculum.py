@@ -146,10 +146,7 @@ def test_a_level_that_misses_its_limit_stops_the_run(tmp_path: Path):
 @pytest.mark.usefixtures("alone")
 def test_rate_and_moments_start_again_with_a_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = toy_config(
-        tmp_path / "run",
-        **ANYTHING_PASSES,
-        restart_optimizer=True,
-        restart_learning_rate=True,
+        tmp_path / "run", **ANYTHING_PASSES, restart_optimizer=True, restart_learning_rate=True
     )
     config.learning_rate = Schedule.warmup_cosine(
         1e-3, start=1e-4, warmup_tokens=BATCH_WINDOWS * SEQ_LEN, total_tokens=10_000
@@ -174,9 +171,7 @@ def test_rate_and_moments_start_again_with_a_level(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(
-    tmp_path: Path, monkeypatch
-):
+def test_an_exam_after_every_epoch_of_a_level_read_where_a_policy_halts(tmp_path, monkeypatch):
     """Epochs of 9 and 17 examples have 2 and 3 batches of 8, the last one not full."""
     monkeypatch.setattr(type(TASK), "level_examples", lambda task, level: 9 + 8 * level)
     questions = {**ANYTHING_PASSES, "interval": 0, "recurrent_steps": 3, "exit": "hidden:inf"}

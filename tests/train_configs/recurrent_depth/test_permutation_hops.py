@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 
 from titan_loop.data.labels import IGNORED
+from titan_loop.data.tasks.task import Task
 from train_configs.recurrent_depth.permutation_hops import PermutationHops
 
 SMALL = PermutationHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
 
 
-def told(task: PermutationHops, question) -> tuple[int, list[int], int]:
+def told(task: Task, question: Any) -> tuple[int, list[int], int]:
     """First entity, relations and answer, from the tokens alone."""
     example = task.encode(question)
     entity, *relations, answer = example.tokens.tolist()

@@ -1,9 +1,8 @@
-"""The arms' sizes, the rates that their results chose, and what a pass without messages repeats."""
+"""The arms' sizes, and the rates that their results chose."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from titan_loop.models.family import build_decoder
 from train_configs.shipped_loops.recipes import ARMS, BEST, TASKS, chosen
@@ -25,14 +24,3 @@ def test_arms_but_dense_have_as_many_parameters():
 def test_tables_have_the_best_rate_of_the_tuning_seed(task):
     for arm, labels in BEST.items():
         assert chosen(arm, task) == f"{arm}_{task}_{labels[task]}"
-
-
-def test_a_pass_without_messages_repeats_the_first():
-    options = replace(ARMS["messages"], vocab_size=VOCABULARY)
-    model = build_decoder(options, max_seq_len=8, device="cpu")
-    model.init_states()
-    for name, parameter in model.named_parameters():
-        if name.endswith(("forget_weight", "gain_weight")):
-            torch.nn.init.zeros_(parameter)
-    first, second = model(torch.arange(8)[None]).hidden_RBLD[-2:]
-    torch.testing.assert_close(second, first, rtol=0, atol=0)

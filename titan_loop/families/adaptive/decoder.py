@@ -98,13 +98,9 @@ class AdaptiveDecoder(GPT2Decoder):
             return LayerVisits(*(self.layers[0].iterations * count for count in visits))
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
-<<<<<<< ours
             """As in the base class, with the matrix products of memory."""
-            memory = (2 + 4 * reached) * sum(layer.memory_elements for layer in self.layers)
-=======
-            """As in the base class, with the matrix products of memory, forward and backward."""
-            memory = 6 * sum(bank.matrix_elements for each in self.layers for bank in each.banks)
->>>>>>> theirs
+            banks = [bank for layer in self.layers for bank in layer.banks]
+            memory = (2 + 4 * reached) * sum(bank.matrix_elements for bank in banks)
             return flops._replace(matrices=flops.matrices + memory)
 
     config: Config

@@ -24,6 +24,7 @@ from titan_loop.data.source_card import SourceCard, file_sha256
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.runs.run_directory import RunDirectory
 
 VOCABULARY = 300
@@ -46,13 +47,15 @@ def randomise(model: LoopDecoder) -> None:
                 parameter.add_(1.0)
 
 
-def random_model(options: OuroOptions) -> LoopDecoder:
+def random_model(options: LoopOptions) -> LoopDecoder:
     """Build a model whose every weight matters, with gate logits of both signs."""
     torch.manual_seed(20)
     model = build_decoder(options, max_seq_len=WINDOW).eval()
     randomise(model)
     if model.exit_gate is not None:
         nn.init.normal_(model.exit_gate.weight, std=0.2)
+    if options.tie_weights:
+        model.lm_head.weight = model.tok_embeddings.weight
     return model
 
 

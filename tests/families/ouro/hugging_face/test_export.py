@@ -1,8 +1,6 @@
 """Exported folders: their config, tensors, tokenizer and card, and exports that fail."""
 
 import json
-import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -24,8 +22,9 @@ from tests.families.ouro.hugging_face.conftest import (
     write_source,
 )
 from tests.families.ouro.hugging_face.reference import run_reference
+from tests.support.command_lines import refused
+from tests.support.failing_disk import largest_file
 from titan_loop.checkpoint.manifest import reference, write_manifest
-from titan_loop.cli import main as cli
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.formats import model_folder
@@ -36,25 +35,14 @@ from titan_loop.storage.json_files import write_json
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
 
 OURO_1_4B = OuroShape(
-    dim=2048,
-    n_layers=24,
-    n_heads=16,
-    n_kv_heads=16,
-    hidden_dim=5632,
-    vocab_size=49_152,
-    tie_weights=False,
-    rope_theta=1e6,
-    recurrent_steps=4,
-    max_positions=65_536,
-)
+    dim=2048, n_layers=24, n_heads=16, n_kv_heads=16, hidden_dim=5632, vocab_size=49_152,
+    tie_weights=False, rope_theta=1e6, recurrent_steps=4, max_positions=65_536,
+)  # fmt: skip
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
     """Return the one line that a failing `convert` prints."""
-    capsys.readouterr()
-    assert cli.main(["convert", *map(str, arguments)]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("titan-loop: error: ")
+    return refused(capsys, "convert", *arguments, code=code)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -116,19 +104,13 @@ def test_our_model_is_the_reference_at_every_step(request, kind):
     reference = run_reference(exported.folder, ids[0].tolist())
     with torch.no_grad():
         ours = exported.model(ids)
-        assert len(ours.hidden_RBLD) == len(reference.hidden)
-        for step, hidden_BLD in enumerate(ours.hidden_RBLD):
-            for mine, theirs in (
-                (hidden_BLD, reference.hidden[step]),
-                (ours.exit_logit_RBL[step], reference.exit_logits[step]),
-                (exported.model.readout(hidden_BLD), reference.logits[step]),
-            ):
-                torch.testing.assert_close(mine[0], theirs.float(), **TOLERANCE)
+        logits = [exported.model.readout(hidden_BLD) for hidden_BLD in ours.hidden_RBLD]
+    found = [[each[0] for each in part] for part in (*ours[:2], logits)]
+    wanted = [[each.float() for each in part] for part in reference]
+    torch.testing.assert_close(found, wanted, **TOLERANCE)
 
 
-def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(
-    tokenizer_file: Path, tmp_path: Path
-):
+def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(tokenizer_file, tmp_path):
     options = OuroOptions(vocab_size=VOCABULARY)
     model = random_model(options)
     first = write_run(tmp_path / "secret" / "1a", options, model)
@@ -245,22 +227,11 @@ def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, cap
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow beyond 50 kB: writing fails as on a full disk, for root, too."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("direction", ["export", "import"])
-def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, small_files, direction):
-    output = ("--output", tmp_path / "out")
-    if direction == "export":
-        message = error_of(capsys, "export", plain.run, *output, "--chatml", "--tokenizer",
-                           plain.folder / "tokenizer.json", code=1)  # fmt: skip
-    else:
-        message = error_of(capsys, "import", plain.folder, *output, code=1)
+def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, direction):
+    tokenizer = ("--chatml", "--tokenizer", plain.folder / "tokenizer.json")
+    words = {"export": (plain.run, *tokenizer), "import": (plain.folder,)}[direction]
+    with largest_file(50_000):
+        message = error_of(capsys, direction, *words, "--output", tmp_path / "out", code=1)
     assert "could not be finished, and nothing is left of it" in message
     assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from tests.families.ouro.hugging_face.conftest import Exported, convert, convert
 from tests.families.ouro.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
 from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.checkpoint.safetensors_files import INDEX, SINGLE
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
@@ -29,10 +30,7 @@ def load_run(run: Path) -> LoopDecoder:
 
 
 def assert_same(left: LoopDecoder, right: LoopDecoder) -> None:
-    mine, other = left.state_dict(), right.state_dict()
-    assert mine.keys() == other.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, other[name]), name
+    torch.testing.assert_close(left.state_dict(), right.state_dict(), rtol=0, atol=0)
     assert left.recurrent_steps == right.recurrent_steps
 
 
@@ -186,25 +184,25 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
     assert_same(load_run(tmp_path / "run"), plain.model)
 
 
-def test_other_tensors_are_one_line(edited, tmp_path, capsys):
-    def error(change: Edit) -> str:
-        folder = edited(tensors=change)
-        return error_of(capsys, "import", folder, "--output", tmp_path / "run")
+GATE, NORM = "model.early_exit_gate.bias", "model.norm.weight"
 
-    gate, norm, head = "model.early_exit_gate.bias", "model.norm.weight", "lm_head.weight"
-    assert f"1 missing ({gate})" in error(lambda tensors: tensors.pop(gate))
-    assert "1 unknown (model.rotary)" in error(
-        lambda tensors: tensors.update({"model.rotary": torch.zeros(2)})
-    )
-    assert f"{norm} has shape (1, 64), config.json says (64,)" in error(
-        lambda tensors: tensors.update({norm: torch.zeros(1, 64)})
-    )
-    assert f"{norm} is I8; only F32, BF16 and F16" in error(
-        lambda tensors: tensors.update({norm: torch.zeros(64, dtype=torch.int8)})
-    )
-    assert "lm_head.weight is missing, but config.json has tie_word_embeddings=false" in error(
-        lambda tensors: tensors.pop(head)
-    )
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(GATE), f"1 missing ({GATE})"),
+        (set_to(**{"model.rotary": torch.zeros(2)}), "1 unknown (model.rotary)"),
+        (set_to(**{NORM: torch.zeros(1, 64)}), f"{NORM} has shape (1, 64), config.json says (64,)"),
+        (set_to(**{NORM: torch.zeros(64).char()}), f"{NORM} is I8; only F32, BF16 and F16"),
+        (
+            lambda tensors: tensors.pop("lm_head.weight"),
+            "lm_head.weight is missing, but config.json has tie_word_embeddings=false",
+        ),
+    ],
+)
+def test_other_tensors_are_one_line(edited, tmp_path, capsys, change, message):
+    folder = edited(tensors=change)
+    assert message in error_of(capsys, "import", folder, "--output", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -250,50 +248,40 @@ def test_files_are_read_as_transformers_reads_them(grouped, tmp_path, capsys):
         (folder / name).unlink()
 
 
-def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
-    def error(source: Path, change: Callable[[Path], object]) -> str:
-        folder = tmp_path / "broken"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(source, folder)
-        change(folder)
-        return error_of(capsys, "import", folder, "--output", tmp_path / "run")
+def cut(name: str, keep: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep])
 
-    def truncate(path: Path, keep: int) -> None:
-        path.write_bytes(path.read_bytes()[:keep])
 
-    single, index = "model.safetensors", "model.safetensors.index.json"
-    first = sorted(grouped.folder.glob("*.safetensors"))[0].name
-    whole = (plain.folder / single).stat().st_size
-    never = "export or download never finished"
-    assert never in error(plain.folder, lambda folder: (folder / "config.json").unlink())
-    assert "config.json is damaged" in error(
-        plain.folder, lambda folder: truncate(folder / "config.json", 20)
-    )
-    assert "only safetensors are read" in error(
-        plain.folder, lambda folder: (folder / single).rename(folder / "pytorch_model.bin")
-    )
-    for keep in (0, 5, 100, whole // 2, whole - 1):
-        assert f"{single} is damaged or incomplete" in error(
-            plain.folder, lambda folder, keep=keep: truncate(folder / single, keep)
-        )
-    assert f"{first} is missing" in error(grouped.folder, lambda folder: (folder / first).unlink())
-    assert "it has no weight_map" in error(
-        grouped.folder, lambda folder: (folder / index).write_text('{"weight_map": 3}')
-    )
+def listed(**names: str) -> Callable[[Path], object]:
+    """Have the index list the norm under these names alone."""
 
-    def edit_index(folder: Path, name: str, file: str | None) -> None:
-        content = json.loads((folder / index).read_text())
-        if file is None:
-            del content["weight_map"][name]
-        else:
-            content["weight_map"][name] = file
-        (folder / index).write_text(json.dumps(content))
+    def change(folder: Path) -> None:
+        content = json.loads((folder / INDEX).read_text())
+        del content["weight_map"][NORM]
+        content["weight_map"] |= names
+        (folder / INDEX).write_text(json.dumps(content))
 
-    norm = "model.norm.weight"
-    assert f"disagree about {norm}" in error(
-        grouped.folder, lambda folder: edit_index(folder, norm, None)
-    )
-    assert "may lie outside its folder" in error(
-        grouped.folder, lambda folder: edit_index(folder, norm, "../other.safetensors")
-    )
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("plain", lambda at: (at / "config.json").unlink(), "export or download never finished"),
+        ("plain", cut("config.json", 20), "config.json is damaged"),
+        ("plain", lambda at: (at / SINGLE).rename(at / "pytorch_model.bin"), "only safetensors"),
+        *(
+            ("plain", cut(SINGLE, keep), f"{SINGLE} is damaged or incomplete")
+            for keep in (0, 5, 100, -100_000, -1)
+        ),
+        ("grouped", lambda at: min(at.glob("*.safetensors")).unlink(), ".safetensors is missing"),
+        ("grouped", lambda at: (at / INDEX).write_text('{"weight_map": 3}'), "has no weight_map"),
+        ("grouped", listed(), f"disagree about {NORM}"),
+        ("grouped", listed(**{NORM: "../other.safetensors"}), "may lie outside its folder"),
+    ],
+)
+def test_an_unfinished_folder_is_one_line(request, tmp_path, capsys, kind, change, message):
+    folder = shutil.copytree(request.getfixturevalue(kind).folder, tmp_path / "broken")
+    change(folder)
+    assert message in error_of(capsys, "import", folder, "--output", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,6 @@
 """The README's examples, run as they stand there."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from tests.families.ouro.hugging_face.conftest import (
     write_run,
     write_source,
 )
-from tests.readme import example, readme_of, run_example
-from titan_loop.cli import main as cli
+from tests.readme import readme_of, run_commands, run_example
 from titan_loop.families.ouro.model import OuroOptions
 
 README = readme_of(titan_loop.families.ouro.hugging_face)
@@ -30,23 +28,16 @@ def in_a_folder_with_a_run(
     write_run(Path("runs/mine"), options, random_model(options), mixture=["sources/my=1"])
 
 
-def run_commands() -> None:
-    for line in example(README, "bash").splitlines():
-        program, *arguments = shlex.split(line)
-        assert program == "titan-loop"
-        assert cli.main(arguments) == 0
-
-
 @pytest.mark.usefixtures("in_a_folder_with_a_run")
 def test_the_commands_run():
-    run_commands()
+    run_commands(README)
     assert json.loads(Path("ouro-mine/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert Path("runs/back/checkpoints/step-0/manifest.json").is_file()
 
 
 @pytest.mark.usefixtures("in_a_folder_with_a_run", "transformers")
 def test_the_python_example_runs():
-    run_commands()
+    run_commands(README)
     names = run_example(README)
     prompts = names["prompts"]["input_ids"]
     for answer in (names["full"], names["shallow"], names["early"]):

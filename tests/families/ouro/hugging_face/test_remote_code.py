@@ -85,19 +85,11 @@ def test_it_agrees_with_ours_and_with_the_reference_at_every_step(loaded, export
     assert len(output.hidden_states) == len(hidden) == loaded.config.total_ut_steps
     for step, ours in enumerate(hidden):
         at_step = loaded(ids, exit_at_step=step)
+        theirs = (output.hidden_states[step], output.exit_logits[..., step], at_step.logits)
+        of_ours = (ours, exit_logit_RBL[step], exported.model.readout(ours))
         of_reference = [torch.stack([getattr(r, name)[step] for r in references]).float()
                         for name in ("hidden", "exit_logits", "logits")]  # fmt: skip
-        for theirs, expected in zip(
-            (output.hidden_states[step], output.exit_logits[..., step], at_step.logits),
-            (ours, exit_logit_RBL[step], exported.model.readout(ours)),
-            strict=True,
-        ):
-            torch.testing.assert_close(theirs, expected, **TOLERANCE)
-        for theirs, expected in zip(
-            (output.hidden_states[step], output.exit_logits[..., step], at_step.logits),
-            of_reference,
-            strict=True,
-        ):
+        for expected in (of_ours, of_reference):
             torch.testing.assert_close(theirs, expected, **TOLERANCE)
         assert at_step.exit_steps.unique().tolist() == [step]
     torch.testing.assert_close(output.logits, our_logits(exported.model, ids, {}), **TOLERANCE)
@@ -116,31 +108,24 @@ def test_a_threshold_reads_each_token_where_our_gate_does(loaded, exported, thre
     torch.testing.assert_close(output.logits, ours, **TOLERANCE)
 
 
+@pytest.mark.parametrize("first", [None, 40])  # position of the first token, if it is given
 @pytest.mark.parametrize("exits", EXITS, ids=str)
-def test_cached_is_uncached(loaded, exits):
+def test_cached_is_uncached(loaded, exits, first):
     ids = tokens(2, 20, seed=2)
-    whole = loaded(ids, use_cache=False, **exits)
+
+    def given(start: int, end: int) -> dict[str, Any]:
+        where = {} if first is None else {"position_ids": torch.arange(start, end)[None] + first}
+        return {"input_ids": ids[:, start:end], **where, **exits}
+
+    whole = loaded(**given(0, 20), use_cache=False)
     cache, logits, steps = None, [], []
     for start, end in ((0, 7), (7, 8), (8, 9), (9, 13), *((i, i + 1) for i in range(13, 20))):
-        part = loaded(ids[:, start:end], past_key_values=cache, use_cache=True, **exits)
+        part = loaded(**given(start, end), past_key_values=cache, use_cache=True)
         cache = part.past_key_values
         logits.append(part.logits)
         steps.append(part.exit_steps)
     torch.testing.assert_close(torch.cat(logits, dim=1), whole.logits, **TOLERANCE)
     assert torch.equal(torch.cat(steps, dim=1), whole.exit_steps)
-
-
-def test_tokens_that_catch_up_have_their_given_positions(loaded):
-    ids, positions = tokens(2, 12, seed=4), torch.arange(40, 52)[None]
-    settings = {"position_ids": positions, "exit_threshold": 0.45}
-    whole = loaded(ids, use_cache=False, **settings).logits
-    cache, logits = None, []
-    for start, end in ((0, 5), *((i, i + 1) for i in range(5, 12))):
-        settings["position_ids"] = positions[:, start:end]
-        part = loaded(ids[:, start:end], past_key_values=cache, use_cache=True, **settings)
-        cache = part.past_key_values
-        logits.append(part.logits)
-    torch.testing.assert_close(torch.cat(logits, dim=1), whole, **TOLERANCE)
 
 
 def test_tokens_that_exited_early_catch_up_exactly(loaded):
@@ -170,11 +155,7 @@ def test_a_left_padded_batch_is_each_row_alone(loaded, exits):
         alone = loaded(row, **exits)
         torch.testing.assert_close(together.logits[index, real], alone.logits[0], **TOLERANCE)
         generated = loaded.generate(
-            row,
-            attention_mask=torch.ones_like(row),
-            max_new_tokens=6,
-            do_sample=False,
-            **exits,
+            row, attention_mask=torch.ones_like(row), max_new_tokens=6, do_sample=False, **exits
         )
         assert answer[index, 14:].tolist() == generated[0, row.shape[1] :].tolist()
 
@@ -285,14 +266,14 @@ def test_generation_stops_at_the_right_token(transformers, request, kind, stops)
 def test_what_cannot_work_is_refused(transformers, plain):
     model = load(transformers, plain.folder)
     ids = tokens(2, 5)
-    with pytest.raises(ValueError, match=r"it must be \(batch, 5\)"):
-        model(ids, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"exit_at_step=3 must be in 0 \.\.\. 2"):
-        model(ids, exit_at_step=3)
-    with pytest.raises(ValueError, match=r"exit_threshold=1\.5"):
-        model(ids, exit_threshold=1.5)
-    with pytest.raises(ValueError, match="either exit_at_step or exit_threshold"):
-        model(ids, exit_threshold=0.5, exit_at_step=1)
+    for message, settings in {
+        r"it must be \(batch, 5\)": {"attention_mask": torch.ones(2, 4)},
+        r"exit_at_step=3 must be in 0 \.\.\. 2": {"exit_at_step": 3},
+        r"exit_threshold=1\.5": {"exit_threshold": 1.5},
+        "either exit_at_step or exit_threshold": {"exit_threshold": 0.5, "exit_at_step": 1},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model(ids, **settings)
     with pytest.raises(ValueError, match="exit_treshold"):
         model.generate(ids, max_new_tokens=2, exit_treshold=0.5)
     with pytest.raises(ValueError, match="assisted generation is not supported"):

@@ -52,15 +52,11 @@ def test_it_boots_and_its_hooks_see_every_visit(request, name):
     texts = [
         bridge.generate(
             TOKENS[:, :6],
-            max_new_tokens=8,
-            do_sample=False,
-            stop_at_eos=False,
-            use_past_kv_cache=cached,
-            return_type="tokens",
-            verbose=False,
+            max_new_tokens=8, do_sample=False, stop_at_eos=False, use_past_kv_cache=cached,
+            return_type="tokens", verbose=False,
         ).tolist()
         for cached in (True, False)
-    ]
+    ]  # fmt: skip
     assert texts[0] == texts[1]
 
 
