@@ -64,7 +64,7 @@ TUNED = {
 }
 """Arm that a front page compares → its row in the tables, and visits."""
 
-WIDTHS = {32: ("5e-3", "1e-2"), 96: ("25e-4", "5e-3")}
+WIDTHS = {32: ("25e-4", "5e-3", "1e-2"), 96: ("25e-4", "5e-3")}
 """Width → names of rates around the best one of width 64; heads have 16 numbers, F is 3 D."""
 
 HOPS_TUNED, HOPS_TUNED_SHARES = (1, 4), (25, 50)
