@@ -80,6 +80,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "eased_end_to_end_longer": {"tokens": 2 * SMALL_TOKENS},
     "eased_end_to_end_batch": {"tokens": 2 * SMALL_TOKENS, "windows": 4 * SMALL_WINDOWS},
     "eased_end_to_end_slower": {"rate": 3e-3},
+    "eased_end_to_end_slower_longer": {"rate": 3e-3, "tokens": 2 * SMALL_TOKENS},
 }
 """Trials of `eased_end_to_end` → what differs."""
 _SHARES = {
