@@ -78,7 +78,6 @@ like itself from the start, and what a layer adds is as large as what it reads."
 
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "eased_end_to_end_longer": {"tokens": 2 * SMALL_TOKENS},
-    "eased_end_to_end_batch": {"tokens": 2 * SMALL_TOKENS, "windows": 4 * SMALL_WINDOWS},
     "eased_end_to_end_slower": {"rate": 3e-3},
     "eased_end_to_end_slower_longer": {"rate": 3e-3, "tokens": 2 * SMALL_TOKENS},
 }
@@ -187,6 +186,7 @@ def latent() -> Recipe:
         relative_window=63,  # 64 distances
         initial_weights="torch",
         scale_scores_by_terms=True,
+        corrupted="due",
     )
     continuous = replace(discrete, state="continuous")
     rotary = replace(
@@ -208,9 +208,7 @@ def latent() -> Recipe:
             Stage(name="discrete", config=_paper(discrete)),
             Stage(
                 name="correction",
-                config=_paper(
-                    replace(discrete, size="l4_h16_d384", corruption=0.05, corrupted="due")
-                ),
+                config=_paper(replace(discrete, size="l4_h16_d384", corruption=0.05)),
             ),
             Stage(name="continuous", config=_paper(continuous)),
             Stage(name="end_to_end", config=_paper(rotary, end_to_end=4)),

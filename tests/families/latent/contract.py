@@ -53,7 +53,6 @@ CONTRACT = Contract(
             replace(BUILT, scale_scores_by_terms=True, positions="none", relative_window=None),
             "needs the terms of model.positions=deberta, not none",
         ),
-        (replace(BUILT, corrupted="due"), "model.corrupted=due has no effect"),
         (replace(BUILT, norm_placement="readout"), "model.norm_placement=readout has no effect"),
         (replace(BUILT, corruption=0.1, state="continuous"), "needs the discrete values of mod"),
     ],

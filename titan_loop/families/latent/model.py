@@ -339,9 +339,6 @@ def decoder_config(
     else:
         problem = "has no effect with model.state=discrete, which reads a state through the norm"
         require_usual(options, ("norm_placement",), problem)
-    if not options.corruption:
-        problem = "has no effect with model.corruption=0.0"
-        require_usual(options, ("corrupted_share", "corrupted"), problem)
     if options.positions != "deberta":
         problem = f"needs the terms of model.positions=deberta, not {options.positions}"
         require_usual(options, ("scale_scores_by_terms",), problem)
