@@ -18,6 +18,10 @@ _EASED = (
     "4, 5 and 6"
 )
 _METRIC = f"{_MODULO}; only the value after each = is graded, each graph at its own depth"
+_HALF = "half of the largest in training, as the paper's 16"
+_LARGEST = "the largest in training, as the paper's 32"
+_TUNED = "eased_end_to_end_slower_longer"
+_HOW = "at 3e-3 on twice the graphs, chosen on seed 7; 64 graphs"
 
 CLAIMS = [
     *(
@@ -72,7 +76,7 @@ CLAIMS = [
     *(
         Claim(
             paper="003",
-            text=f"end-to-end, first stage eased{rate}, graphs of {nodes} nodes",
+            text=f"end-to-end, first stage eased{how}, graphs of {nodes} nodes",
             theirs=theirs,
             recipe="latent_small",
             cells=[_graphs(stage, "dag_arithmetic", "static:4", nodes)],
@@ -81,11 +85,20 @@ CLAIMS = [
             command=_LATENT,
             note=f"modulo 7; values alone, after four steps; {note}",
         )
-        for stage, rate in (("eased_end_to_end", ""), ("eased_end_to_end_slower", ", at 3e-3"))
-        for nodes, theirs, least, most, note in (
-            (8, "89.4", 90, None, "half of the largest in training, as the paper's 16"),
-            (16, "17.4", 90, None, "the largest in training, as the paper's 32"),
-            (64, "0", None, 5, "four times the largest in training, the paper's twice"),
+        for stage, how, nodes, theirs, least, most, note in (
+            ("eased_end_to_end", "", 8, "89.4", 90, None, _HALF),
+            ("eased_end_to_end", "", 16, "17.4", 90, None, _LARGEST),
+            (
+                "eased_end_to_end",
+                "",
+                64,
+                "0",
+                None,
+                5,
+                "four times the largest in training, the paper's twice",
+            ),
+            (_TUNED, ", tuned", 8, "89.4", 90, None, f"{_HALF}; {_HOW}"),
+            (_TUNED, ", tuned", 16, "17.4", 90, None, f"{_LARGEST}; {_HOW}"),
         )
     ),
 ]
