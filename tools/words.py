@@ -1,7 +1,7 @@
 """Counts two habits in docstrings that hide the noun, and public methods without a docstring.
 
 At most `MOST_WHAT` in 1,000 docstring words are "what"; "those of" and "that of" are not allowed. A
-method needs no docstring if one of its name has one in another class: it says what both do.
+method without one passes if a method of that name in any class has a docstring, as its base has.
 """
 
 import ast

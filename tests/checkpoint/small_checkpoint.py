@@ -25,7 +25,7 @@ class Payload:
 
 
 def content(step: int = 7, **architecture: Any) -> dict[str, Any]:
-    """Return what a manifest says of a step of a thousand tokens and one window each."""
+    """Return a manifest's content after `step` steps of 1,000 tokens and one window."""
     trainer = {"step": step, "tokens": 1000 * step, "recurrent_steps": 4}
     return {
         "step": step,
